@@ -34,7 +34,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.harness import record, time_interleaved
 from fenchel.attention import Causal, attend, attend_jvp
 from fenchel.choice import Entmax
-from fenchel.kernels.entmax_attention import Band, attend_entmax
+from fenchel.kernels.band import Band
+from fenchel.kernels.entmax_attention import attend_entmax
 
 TOKENS = 1 << 14
 WIDTH = 1024

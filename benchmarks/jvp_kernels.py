@@ -62,8 +62,8 @@ def inputs(n: int, d: int) -> list[Tensor]:
 
 def contenders(x: list[Tensor]) -> dict[str, Call]:
     """Every contender of a case by name."""
+    from fenchel.kernels.band import Band
     from fenchel.kernels.dual_attention import (
-        KeyPrior,
         Tangents,
         dual_attention,
         dual_attention_vjp,
@@ -71,7 +71,7 @@ def contenders(x: list[Tensor]) -> dict[str, Call]:
 
     q, k, v, *moves, go, gto = x
     d, n = q.shape[-1], q.shape[-2]
-    causal: dict[str, Any] = {"scale": d**-0.5, "prior": KeyPrior(right=0)}
+    causal: dict[str, Any] = {"scale": d**-0.5, "band": Band(right=0)}
     found = dual_attention(q, k, v, Tangents(*moves), **causal)
     calls: dict[str, Call] = {
         "dual": partial(dual_attention, q, k, v, Tangents(*moves), **causal),

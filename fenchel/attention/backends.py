@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import blocked, dual, entmax_triton, flex, reference, sdpa
-from fenchel.attention.prior import Combined, Prior
-from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.prior import Combined, Prior, outside_band
+from fenchel.attention.spec import AttentionSpec, exponent
 from fenchel.attention.tiles import tile_height
 from fenchel.torch_internals import (
     carries_tangents,
@@ -59,7 +59,7 @@ class CallFacts:
     dropout: float = 0.0
     softcap: bool = False
     alpha: float | None = None
-    """As ``blocked.exponent`` gives it."""
+    """As ``spec.exponent`` gives it."""
     beta_is_tensor: bool = False
     return_weights: bool = False
     learns: bool = False
@@ -108,7 +108,7 @@ def describe(
         E=v.shape[3],
         dropout=dropout,
         softcap=spec.softcap is not None,
-        alpha=blocked.exponent(spec.choice),
+        alpha=exponent(spec.choice),
         beta_is_tensor=isinstance(spec.choice.beta, Tensor),
         return_weights=return_weights,
         learns=learns,
@@ -182,7 +182,7 @@ def _triton(call: CallFacts) -> str | None:
         return f"{kernels} take heads of width {entmax_triton.WIDEST} or less"
     if max(call.T, call.S) > entmax_triton.LONGEST:
         return f"{kernels} take {entmax_triton.LONGEST} queries and keys at most"
-    if prior := entmax_triton.cannot_take(call.prior):
+    if prior := outside_band(call.prior, entmax_triton.BAND_FIELDS):
         return f"{kernels} have no prior of the kind {prior}"
     return (
         None if entmax_triton.can_run(call.device) else f"{kernels} need a GPU of NVIDIA and Triton"
@@ -208,7 +208,7 @@ def _dual(call: CallFacts) -> str | None:
         return "the dual kernels take float16, bfloat16 and float32"
     if not 0 < max(call.D, call.E) <= (widest := dual.widest(call.dtype)):
         return f"the dual kernels take heads of a width up to {widest} in {call.dtype}"
-    if part := dual.unserved(call.prior):
+    if part := outside_band(call.prior):
         return f"the dual kernels have no {part}"
     followed = call.learns or call.transformed or call.tangent
     if followed and call.prior is not None and call.prior.tensors():

@@ -34,12 +34,14 @@ streaming language models with attention sinks.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fenchel.attention.prior import Prior, ScoreBlock, ScoreIndex
+from fenchel.kernels.band import Band
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ALiBi(Prior):
     heads: int
     table: Tensor | None = None
     """The slopes as a tensor, made by ``with_tables`` for kernels that look them up."""
+    band_fields = ("slopes",)
 
     def __post_init__(self) -> None:
         if self.heads < 1:
@@ -66,6 +69,11 @@ class ALiBi(Prior):
     def with_tables(self, device: torch.device) -> Prior:
         """The slopes as a tensor."""
         return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
+
+    def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
+        """The slopes."""
+        of_device = _slopes.__wrapped__ if torch.compiler.is_compiling() else _slopes
+        return Band(slopes=of_device(self.heads, device))
 
     def varies(self) -> tuple[bool, bool]:
         """Between heads."""
@@ -149,6 +157,12 @@ def slope(head: Tensor, heads: int) -> Tensor:
     return torch.where(head < lower, plain, between).exp2()
 
 
+@cache
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # cached, it may serve a training step later
+        return slope(torch.arange(heads), heads).to(device)
+
+
 def bucket(
     relative: Tensor, buckets: int = 32, *, both_sides: bool = False, distance: int = 128
 ) -> Tensor:
@@ -193,11 +207,15 @@ class Sink(Prior):
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the sink to the end of the range of the prior."""
-        return 0, 1 + self._of_prior(first, last, S, "key_range")[1]
+        if self.prior is None:
+            return 0, S
+        return 0, 1 + self.prior.key_range(first - 1, last - 1, S - 1)[1]
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """The keys at which the prior is 0."""
-        low, high = self._of_prior(first, last, S, "zero_range")
+        if self.prior is None:
+            return 1, S
+        low, high = self.prior.zero_range(first - 1, last - 1, S - 1)
         return low + 1, high + 1
 
     def varies(self) -> tuple[bool, bool]:
@@ -226,12 +244,6 @@ class Sink(Prior):
             )
         if self.prior is not None:
             self.prior.check(B, H, T, S - 1)
-
-    def _of_prior(self, first: int, last: int, S: int, what: str) -> tuple[int, int]:
-        if self.prior is None:
-            return 0, S - 1
-        low, high = getattr(self.prior, what)(first - 1, last - 1, S - 1)
-        return low, high
 
 
 def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

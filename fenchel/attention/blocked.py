@@ -39,9 +39,10 @@ from torch.nn.functional import dropout as drop
 
 from fenchel.attention.prior import ScoreBlock
 from fenchel.attention.reference import cap, cap_slope, mix, score, without_autocast
-from fenchel.attention.spec import AttentionSpec, select
+from fenchel.attention.shapes import VmapByElement
+from fenchel.attention.spec import AttentionSpec, exponent, select
 from fenchel.attention.tiles import Tile, join_gradients, join_rows, score_tiles, tiles
-from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
+from fenchel.choice import Choice
 
 Function = Callable[..., Any]
 
@@ -68,21 +69,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         call = _Call(spec, dropout, seed)
         out: Tensor = _Attend.apply(call, q, k, v, *spec.tensors())[0]  # type: ignore[no-untyped-call]
     return out.to(dtype)
-
-
-def exponent(choice: Choice) -> float | None:
-    """alpha, with 1 for softmax; None for a map whose rows do not follow from one number.
-
-    None for a Tsallis map close to softmax and for one above alpha = 2 too: there
-    u^(1 / (alpha - 1)) loses too many digits.
-    """
-    if isinstance(choice, Softmax):
-        return 1.0
-    if isinstance(choice, Sparsemax):
-        return 2.0
-    if isinstance(choice, Entmax) and not isinstance(choice.alpha, Tensor):
-        return float(choice.alpha) if 1.05 <= choice.alpha <= 2.0 else None
-    return None
 
 
 def solve_rows_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
@@ -182,7 +168,7 @@ class _Call:
         return torch.where(mask, p / (1.0 - self.dropout), 0.0)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(VmapByElement):
     """(o, nu) from q, k, v and the tensors of the spec."""
 
     @staticmethod
@@ -234,12 +220,8 @@ class _Attend(torch.autograd.Function):
         with without_autocast(q):
             return join_rows(cut, pieces()), None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Attend, info.batch_size, in_dims, args)
 
-
-class _Reverse(torch.autograd.Function):
+class _Reverse(VmapByElement):
     """The gradients of <g, o> in q, k, v and, if they learn, in the tensors of the spec."""
 
     @staticmethod
@@ -295,10 +277,6 @@ class _Reverse(torch.autograd.Function):
 
         with without_autocast(g):
             return join_gradients(cut, pieces(), k.shape[2])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Reverse, info.batch_size, in_dims, args)
 
 
 def _reverse_from_nu(
@@ -359,20 +337,6 @@ def _jvp(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> A
     zero = tuple(map(torch.zeros_like, out)) if isinstance(out, tuple) else torch.zeros_like(out)
     push = vjp(pull, zero)[1]
     return push(tuple(moves[i] for i in moving))[0]
-
-
-def _vmap_by_element(
-    function: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> Any:
-    """A vmap rule: one element after another, then stacked."""
-    outs = [
-        function.apply(
-            *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
-        )
-        for i in range(size)
-    ]
-    stacked = tuple(torch.stack(x) for x in zip(*outs, strict=True))
-    return stacked, (0,) * len(stacked)
 
 
 def _add_mixed_(into: Tensor, p: Tensor, g: Tensor) -> None:

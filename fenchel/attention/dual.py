@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fenchel.attention.bias import ALiBi, slope
-from fenchel.attention.mask import Causal, Padding, Window
-from fenchel.attention.prior import Dense, Prior, PriorSum
+from fenchel.attention.prior import as_band
+from fenchel.attention.shapes import VmapByElement
 from fenchel.attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from fenchel.kernels.dual_attention import Dual, KeyPrior
+    from fenchel.kernels.dual_attention import Dual
 
 Moves = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of q, k and v; None is 0."""
@@ -57,14 +56,6 @@ def runs_on(device: str) -> bool:
     if device != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
-
-
-def unserved(prior: Prior | None) -> str | None:
-    """The first part of a prior that the kernels do not have; None where they have all."""
-    for part in _parts(prior):
-        if type(part) not in (Causal, Window, Padding, ALiBi, Dense):
-            return type(part).__name__
-    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
@@ -95,7 +86,7 @@ class KernelCall:
         belong to a transform of torch.func, and a kernel cannot read them.
         """
         scale = self.spec.scale_for(q.shape[-1]) * float(self.spec.choice.beta)
-        return {"scale": scale, "prior": key_prior(q, k, self.spec.prior)}
+        return {"scale": scale, "band": as_band(self.spec.prior, k.shape[2], q.device)}
 
     def dual(
         self,
@@ -141,36 +132,6 @@ class KernelCall:
         return *first, *second
 
 
-def key_prior(q: Tensor, k: Tensor, prior: Prior | None) -> "KeyPrior":
-    """A prior in the form of the kernels."""
-    from fenchel.kernels.dual_attention import KeyPrior
-
-    (B, H, T, _), S = q.shape, k.shape[2]
-    lefts: list[int] = []
-    rights: list[int] = []
-    start = stop = slopes = bias = None
-    for part in _parts(prior):
-        if isinstance(part, Causal):
-            rights.append(-1 if part.strict else 0)
-        elif isinstance(part, Window):
-            lefts += [] if part.left is None else [part.left]
-            rights += [] if part.right is None else [part.right]
-        elif isinstance(part, Padding):
-            real = part.lengths.to(q.device, torch.int32)
-            if part.side == "right":
-                stop = real if stop is None else torch.minimum(stop, real)
-            else:
-                start = S - real if start is None else torch.maximum(start, S - real)
-        elif isinstance(part, ALiBi):
-            m = slope(torch.arange(H, device=q.device), H)
-            slopes = m if slopes is None else slopes + m
-        elif isinstance(part, Dense):
-            log_u = part.log(T, S, B=B, H=H, device=q.device)
-            bias = log_u if bias is None else bias + log_u
-    left, right = (min(ends) if ends else None for ends in (lefts, rights))
-    return KeyPrior(left, right, start, stop, slopes, bias)
-
-
 class JacobianKernels:
     """Products with J at q (B, H, T, D), k (B, H, S, D), v (B, H, S, E), in their dtype.
 
@@ -193,7 +154,7 @@ class JacobianKernels:
         return self.call.vjp(*self.at, (None, None, None), self.found, g, None)[:3]
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(VmapByElement):
     """(o, lse) from q, k, v."""
 
     @staticmethod
@@ -218,12 +179,8 @@ class _Attend(torch.autograd.Function):
         to, _mu = _Tangent.apply(ctx.call, q, k, v, *moves, o, lse)  # type: ignore[no-untyped-call]
         return to, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Attend, info.batch_size, in_dims, args)
 
-
-class _Reverse(torch.autograd.Function):
+class _Reverse(VmapByElement):
     """J^T g."""
 
     @staticmethod
@@ -258,12 +215,8 @@ class _Reverse(torch.autograd.Function):
         to, mu = _Tangent.apply(ctx.call, q, k, v, *moves[:3], o, lse)  # type: ignore[no-untyped-call]
         return _Second.apply(ctx.call, q, k, v, *moves[:3], o, to, lse, mu, tg, g)[:3]  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Reverse, info.batch_size, in_dims, args)
 
-
-class _Tangent(torch.autograd.Function):
+class _Tangent(VmapByElement):
     """(to, mu) from q, k, v, the moves, and (o, lse) of the same q, k, v."""
 
     @staticmethod
@@ -288,12 +241,8 @@ class _Tangent(torch.autograd.Function):
     def jvp(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(_NO_FORWARD_TWICE)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Tangent, info.batch_size, in_dims, args)
 
-
-class _Dual(torch.autograd.Function):
+class _Dual(VmapByElement):
     """(o, to, lse, mu) from q, k, v and the moves, in one pass."""
 
     @staticmethod
@@ -317,12 +266,8 @@ class _Dual(torch.autograd.Function):
     def jvp(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(_NO_FORWARD_TWICE)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Dual, info.batch_size, in_dims, args)
 
-
-class _Second(torch.autograd.Function):
+class _Second(VmapByElement):
     """The gradients of <go, o> + <gto, to> in q, k, v and the moves; a move of None has none."""
 
     @staticmethod
@@ -344,10 +289,6 @@ class _Second(torch.autograd.Function):
     def jvp(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(_NO_THIRD)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _vmap_by_element(_Second, info.batch_size, in_dims, args)
-
 
 _NO_THIRD = (
     'backend "dual" has first and second derivatives; a third one needs backend="reference".'
@@ -362,24 +303,3 @@ def _moves_of(q: Tensor, moves: Moves) -> Moves:
     """The moves in the dtype of q."""
     tq, tk, tv = (None if x is None else x.to(q.dtype) for x in moves)
     return tq, tk, tv
-
-
-def _parts(prior: Prior | None) -> tuple[Prior, ...]:
-    if prior is None:
-        return ()
-    return prior.parts if isinstance(prior, PriorSum) else (prior,)
-
-
-def _vmap_by_element(
-    function: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
-) -> Any:
-    """A vmap rule: one element after another, then stacked; None stays None."""
-    outs = [
-        function.apply(
-            *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
-        )
-        for i in range(size)
-    ]
-    columns = tuple(zip(*outs, strict=True))
-    stacked = tuple(None if x[0] is None else torch.stack(x) for x in columns)
-    return stacked, tuple(None if x is None else 0 for x in stacked)

@@ -2,7 +2,7 @@
 
 They take priors that are a band of keys around the position of the query, a range of keys per
 sequence, and a bias -slope |i - j|: any sum of ``Causal``, ``Window``, ``Padding`` and ``ALiBi``,
-which ``as_band`` reduces to one ``Band``. beta and the scale are one factor of the scores; a beta
+as one ``Band``. beta and the scale are one factor of the scores; a beta
 that is a tensor multiplies the queries, and learns there.
 
 One derivative: in reverse by ``attend``, where a second one raises and tangents and transforms of
@@ -17,27 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.attention.bias import ALiBi, slope
-from fenchel.attention.blocked import exponent
-from fenchel.attention.mask import Causal, Padding, Window
-from fenchel.attention.prior import Prior, PriorSum
-from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.prior import as_band
+from fenchel.attention.spec import AttentionSpec, exponent
+from fenchel.kernels.band import Band
 
 WIDEST = 128
 LONGEST = 1 << 20
 """Queries or keys: numbers of tiles are stored in 16 bits."""
-_FAR = 1 << 30
-"""Keys on an open side of a window."""
+BAND_FIELDS = ("left", "right", "start", "stop", "slopes")
+"""What the kernels have of a ``Band``."""
 _TRITON = find_spec("triton") is not None
 """Looked up once: torch.compile traces ``can_run``, and need not trace the import system."""
-
-
-def cannot_take(prior: Prior | None) -> str | None:
-    """The first part of a prior that is no band; None where the kernels apply it."""
-    for part in _parts(prior):
-        if type(part) not in (Causal, Window, Padding, ALiBi):
-            return type(part).__name__
-    return None
 
 
 def can_run(device: str) -> bool:
@@ -51,8 +41,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
     alpha, factor, sign = _numbers(spec, q)
-    left, right, ranges, slopes = as_band(spec.prior, k.shape[2], q.device)
-    call = (q if sign is None else q * sign, k, v, ranges, slopes, alpha, factor, left, right)
+    left, right, *tensors, _ = as_band(spec.prior, k.shape[2], q.device)
+    q = q if sign is None else q * sign
+    call: tuple[Any, ...] = (q, k, v, *tensors, alpha, factor, left, right)
     results: Any
     if torch.compiler.is_compiling():
         results = _entmax_attention(*call)
@@ -75,13 +66,13 @@ def tangents(
 
     Nothing is recorded for autograd: not for tensors that require a gradient.
     """
-    from fenchel.kernels.entmax_attention import Band, attend_entmax, attend_entmax_jvp
+    from fenchel.kernels.entmax_attention import attend_entmax, attend_entmax_jvp
 
     dq, dk, dv = moves
     alpha, factor, sign = _numbers(spec, q)
     if sign is not None:
         q, dq = q * sign, None if dq is None else dq * sign
-    band = Band(*as_band(spec.prior, k.shape[2], q.device))
+    band = as_band(spec.prior, k.shape[2], q.device)
     out, saved = attend_entmax(q, k, v, alpha, factor, band)
     found = attend_entmax_jvp(q, k, v, (dq, dk, dv), saved, alpha, factor, band)
     choosing, values = (torch.zeros_like(out) if x is None else x for x in found)
@@ -103,55 +94,20 @@ def _numbers(spec: AttentionSpec, q: Tensor) -> tuple[float, float, Tensor | flo
     return alpha, factor, sign
 
 
-def as_band(
-    prior: Prior | None, S: int, device: torch.device
-) -> tuple[int, int, Tensor | None, Tensor | None]:
-    """(left, right, ranges, slopes) of a ``Band``, for a prior that the kernels take."""
-    left = right = _FAR
-    ranges: Tensor | None = None
-    slopes: Tensor | None = None
-    for part in _parts(prior):
-        if isinstance(part, Causal):
-            right = min(right, -1 if part.strict else 0)
-        elif isinstance(part, Window):
-            left = left if part.left is None else min(left, part.left)
-            right = right if part.right is None else min(right, part.right)
-        elif isinstance(part, Padding):
-            real = part.lengths.to(device).clamp(0, S)
-            ends = (torch.zeros_like(real), real)
-            if part.side == "left":
-                ends = (S - real, torch.full_like(real, S))
-            own = torch.stack(ends, 1).int()
-            if ranges is not None:
-                own = torch.stack(
-                    (own[:, 0].maximum(ranges[:, 0]), own[:, 1].minimum(ranges[:, 1])), 1
-                )
-            ranges = own.contiguous()
-        elif isinstance(part, ALiBi):
-            own = slope(torch.arange(part.heads, device=device), part.heads).float()
-            slopes = own if slopes is None else slopes + own
-    return left, right, ranges, slopes
-
-
-def _parts(prior: Prior | None) -> tuple[Prior, ...]:
-    if prior is None:
-        return ()
-    return prior.parts if isinstance(prior, PriorSum) else (prior,)
-
-
-_NUMBERS = (None,) * 6
+_NUMBERS = (None,) * 7
 """The gradients of the arguments behind q, k and v."""
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ranges, slopes, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, ranges, slopes, *output[1:])
+    *tensors, alpha, factor, left, right = inputs
+    ctx.numbers = alpha, factor, left, right
+    ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _saved(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     """The arguments of ``_backward``."""
-    q, k, v, ranges, slopes, *saved = ctx.saved_tensors
-    return g, q, k, v, ranges, slopes, *ctx.numbers, *saved
+    q, k, v, start, stop, slopes, *saved = ctx.saved_tensors
+    return g, q, k, v, start, stop, slopes, *ctx.numbers, *saved
 
 
 class _Attend(torch.autograd.Function):
@@ -194,16 +150,17 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor | None,
+    start: Tensor | None,
+    stop: Tensor | None,
     slopes: Tensor | None,
     alpha: float,
     factor: float,
-    left: int,
-    right: int,
+    left: int | None,
+    right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from fenchel.kernels.entmax_attention import Band, attend_entmax
+    from fenchel.kernels.entmax_attention import attend_entmax
 
-    out, saved = attend_entmax(q, k, v, alpha, factor, Band(left, right, ranges, slopes))
+    out, saved = attend_entmax(q, k, v, alpha, factor, Band(left, right, start, stop, slopes))
     return out, *saved
 
 
@@ -212,22 +169,23 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor | None,
+    start: Tensor | None,
+    stop: Tensor | None,
     slopes: Tensor | None,
     alpha: float,
     factor: float,
-    left: int,
-    right: int,
+    left: int | None,
+    right: int | None,
     C: Tensor,
     tau: Tensor,
     tiles: Tensor,
     counts: Tensor,
     hits: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fenchel.kernels.entmax_attention import Band, Saved, attend_entmax_backward
+    from fenchel.kernels.entmax_attention import Saved, attend_entmax_backward
 
     saved = Saved(C, tau, tiles, counts, hits)
-    band = Band(left, right, ranges, slopes)
+    band = Band(left, right, start, stop, slopes)
     return attend_entmax_backward(g, q, k, v, saved, alpha, factor, band)
 
 

@@ -18,9 +18,11 @@ FlexAttention); elsewhere all keys are scored and the forbidden ones get weight 
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fenchel.attention.prior import Prior, ScoreIndex, intersection
+from fenchel.kernels.band import Band
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Causal(Prior):
     """
 
     strict: bool = False
+    band_fields = ("right",)
 
     def admits(self, at: ScoreIndex) -> Tensor:
         """The past, and the present unless strict."""
@@ -45,6 +48,10 @@ class Causal(Prior):
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Up to the first position."""
         return 0, min(S, max(0, first + (not self.strict)))
+
+    def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
+        """The keys after the position are closed."""
+        return Band(right=-1 if self.strict else 0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Window(Prior):
 
     left: int | None
     right: int | None = 0
+    band_fields = ("left", "right")
 
     def __post_init__(self) -> None:
         for side, size in (("left", self.left), ("right", self.right)):
@@ -83,6 +91,10 @@ class Window(Prior):
         high = S if self.right is None else min(S, max(0, first + self.right + 1))
         return low, max(low, high)
 
+    def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
+        """Both sides."""
+        return Band(self.left, self.right)
+
 
 @dataclass(frozen=True, eq=False)
 class Padding(Prior):
@@ -96,6 +108,7 @@ class Padding(Prior):
 
     lengths: Tensor
     side: str = "right"
+    band_fields = ("start", "stop")
 
     def __post_init__(self) -> None:
         if self.side not in ("right", "left"):
@@ -110,6 +123,11 @@ class Padding(Prior):
         """The real keys."""
         real = self.lengths.to(at.b.device)[at.b]
         return at.j < real if self.side == "right" else at.j >= at.S - real
+
+    def band(self, S: int, device: torch.device) -> Band:
+        """The end of the keys of every sequence, or their start."""
+        real = self.lengths.to(device, torch.int32)
+        return Band(stop=real) if self.side == "right" else Band(start=S - real)
 
     def varies(self) -> tuple[bool, bool]:
         """Between sequences."""

@@ -63,7 +63,7 @@ A row that no key is open to has no weights and is left out of every mean. Only
 import math
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -71,7 +71,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.special import entr
 
-from fenchel.attention.prior import Prior, ScoreIndex
+from fenchel.attention.prior import PriorSelection
 from fenchel.attention.reference import (
     cap,
     cap_slope,
@@ -293,7 +293,7 @@ def attention_weights(
     call = replace(
         call,
         choice=select(call.choice, slice(None), h, t),
-        prior=None if prior is None else _Selected(prior, h, t, H, T),
+        prior=None if prior is None else PriorSelection(prior, h, H, t, T),
     )
     cut = tiles(queries, keys, call.prior)
     pieces = (
@@ -313,37 +313,6 @@ def _indices(
     if len(wrong):
         raise ValueError(f"there is no {name} {int(wrong[0])} among {size}.")
     return index % max(size, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Selected(Prior):
-    """Heads ``heads`` and rows ``rows`` of a prior over H heads and T rows, in that order."""
-
-    whole: Prior
-    heads: Tensor
-    rows: Tensor
-    H: int
-    T: int
-
-    def admits(self, at: ScoreIndex) -> Tensor | None:
-        """As the whole prior at the selected head and row."""
-        return self.whole.admits(self._index(at))
-
-    def bias(self, at: ScoreIndex) -> Tensor | None:
-        """As the whole prior at the selected head and row."""
-        return self.whole.bias(self._index(at))
-
-    def varies(self) -> tuple[bool, bool]:
-        """As the whole prior."""
-        return self.whole.varies()
-
-    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """The whole prior fits the whole call."""
-        self.whole.check(B, self.H, self.T, S)
-
-    def _index(self, at: ScoreIndex) -> ScoreIndex:
-        row = self.rows[at.i - (at.S - len(self.rows))]
-        return at._replace(h=self.heads[at.h], i=row + (at.S - self.T))
 
 
 class Trace(NamedTuple):

@@ -20,16 +20,19 @@ key j of S,
     bias(at)                      the finite part of log u; None for 0
     key_range(first, last, S)     [low, high): every other key is forbidden to positions first..last
     zero_range(first, last, S)    [low, high): log u = 0 there for all positions first..last
+    band(S, device)               all of it as kernels take it, where they can
 
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fenchel.kernels.band import Band
 
 
 class ScoreIndex(NamedTuple):
@@ -82,6 +85,21 @@ class ScoreBlock(NamedTuple):
 
 class Prior:
     """log u over the keys, for every sequence, head and query; 0 everywhere in this base."""
+
+    band_fields: ClassVar[tuple[str, ...] | None] = ()
+    """The fields of ``Band`` that ``band`` fills; None for a prior that is no band."""
+
+    def __init_subclass__(cls) -> None:
+        # Not inherited: a subclass with another mask would be computed as its parent.
+        cls.band_fields = cls.__dict__.get("band_fields")
+
+    def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
+        """The prior over S keys as kernels take it."""
+        return Band()
+
+    def summands(self) -> "tuple[Prior, ...]":
+        """The priors of which this is the sum."""
+        return (self,)
 
     def admits(self, at: ScoreIndex) -> Tensor | None:  # noqa: ARG002
         """Whether the key is open to the position; None when every key is."""
@@ -166,6 +184,7 @@ class Dense(Prior):
     """
 
     log_prior: Tensor
+    band_fields = ("bias",)
 
     def __post_init__(self) -> None:
         kind = self.log_prior.dtype
@@ -210,6 +229,11 @@ class Dense(Prior):
         """A view of the tensor: gathering it point by point would copy it."""
         x = block.cut(self._four()).to(block.device)
         return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
+
+    def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
+        """The entries."""
+        x = self._four().to(device)
+        return Band(bias=_forbid(x, torch.float32) if x.dtype == torch.bool else x.float())
 
     def _four(self) -> Tensor:
         x = self.log_prior
@@ -290,6 +314,10 @@ class PriorSum(Combined):
 
     parts: tuple[Prior, ...]
 
+    def summands(self) -> tuple[Prior, ...]:
+        """The parts."""
+        return self.parts
+
     def admits(self, at: ScoreIndex) -> Tensor | None:
         """Keys that all parts admit."""
         open_ = None
@@ -348,6 +376,70 @@ class MaskUnion(Combined):
         """The longest range at which some part is 0."""
         ranges = [part.zero_range(first, last, S) for part in self.parts]
         return max(ranges, key=lambda ends: ends[1] - ends[0])
+
+
+@dataclass(frozen=True, eq=False)
+class PriorSelection(Prior):
+    """Some heads of a prior over H heads and, unless None, some rows of its T rows, in order."""
+
+    whole: Prior
+    heads: Tensor
+    H: int
+    rows: Tensor | None = None
+    T: int = 0
+
+    def admits(self, at: ScoreIndex) -> Tensor | None:
+        """As the whole prior at the selected head and row."""
+        return self.whole.admits(self._original(at))
+
+    def bias(self, at: ScoreIndex) -> Tensor | None:
+        """As the whole prior at the selected head and row."""
+        return self.whole.bias(self._original(at))
+
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """As the whole prior, unless rows are selected."""
+        return self.whole.key_range(first, last, S) if self.rows is None else (0, S)
+
+    def varies(self) -> tuple[bool, bool]:
+        """As the whole prior."""
+        return self.whole.varies()
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """The whole prior fits the whole call."""
+        self.whole.check(B, self.H, T if self.rows is None else self.T, S)
+
+    def _original(self, at: ScoreIndex) -> ScoreIndex:
+        at = at._replace(h=self.heads.to(at.h.device)[at.h])
+        if self.rows is None:
+            return at
+        return at._replace(i=self.rows[at.i - (at.S - len(self.rows))] + (at.S - self.T))
+
+
+def as_band(prior: Prior | None, S: int, device: torch.device) -> Band:
+    """The band of a prior for which ``outside_band`` is None."""
+    total = Band()
+    for part in () if prior is None else prior.summands():
+        both = zip(total, part.band(S, device), _BAND_SUM, strict=True)
+        fields: list[Any] = [
+            y if x is None else x if y is None else add(x, y) for x, y, add in both
+        ]
+        total = Band(*fields)
+    return total
+
+
+_BAND_SUM: tuple[Callable[..., Any], ...] = (
+    min, min, torch.maximum, torch.minimum, torch.add, torch.add,
+)  # fmt: skip
+"""How each field of the band of a sum follows from those of two parts."""
+
+
+def outside_band(prior: Prior | None, fields: Sequence[str] = Band._fields) -> str | None:
+    """The kind of the first part of a prior that a band with these fields cannot hold, or None."""
+    for part in () if prior is None else prior.summands():
+        filled = part.band_fields
+        if filled is None or any(field not in fields for field in filled):
+            return type(part).__name__
+    return None
 
 
 def _parts(prior: Prior | Tensor, kind: type[Combined]) -> tuple[Prior, ...]:

@@ -2,10 +2,12 @@
 
     q (B, H, T, D)      k (B, G, S, D)      v (B, G, S, E)      G divides H
 
-The batch of q and that of k and v broadcast, as they do in torch's own attention.
+The batch of q and that of k and v broadcast, as they do in torch's own attention. An axis of
+torch.func.vmap is taken element by element (``VmapByElement``).
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +79,22 @@ def check(
         raise ValueError(f"dropout is a probability in [0, 1); got {dropout}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap is a finite number above 0, or None; got {softcap}.")
+
+
+class VmapByElement(torch.autograd.Function):
+    """A Function whose vmap rule runs one element after another, then stacks; None stays None."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """(stacked outputs, their axes)."""
+        along = list(zip(args, in_dims, strict=True))
+        outs = [
+            cls.apply(*(x if d is None else x.select(d, i) for x, d in along))  # type: ignore[no-untyped-call]
+            for i in range(info.batch_size)
+        ]
+        columns = zip(*outs, strict=True)
+        stacked = tuple(None if x[0] is None else torch.stack(x) for x in columns)
+        return stacked, tuple(None if x is None else 0 for x in stacked)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

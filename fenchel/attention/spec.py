@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from fenchel.attention.prior import Prior, PriorLike, as_prior
-from fenchel.choice import MAPS, Choice, Softmax, by_name
+from fenchel.choice import MAPS, Choice, Entmax, Softmax, Sparsemax, by_name
 
 SOFTMAX = Softmax()
 ChoiceLike = Choice | type[Choice] | str
@@ -107,6 +107,21 @@ class AttentionSpec:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+
+def exponent(choice: Choice) -> float | None:
+    """alpha, with 1 for softmax; None for a map whose rows do not follow from one number.
+
+    None for a Tsallis map close to softmax and for one above alpha = 2 too: there
+    u^(1 / (alpha - 1)) loses too many digits.
+    """
+    if isinstance(choice, Softmax):
+        return 1.0
+    if isinstance(choice, Sparsemax):
+        return 2.0
+    if isinstance(choice, Entmax) and not isinstance(choice.alpha, Tensor):
+        return float(choice.alpha) if 1.05 <= choice.alpha <= 2.0 else None
+    return None
 
 
 Index = slice | Tensor

@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention.prior import PriorSelection
 from fenchel.inspection.blocks import to_interval
-from fenchel.inspection.heads import HeadSubset
 from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.inspection.trace import InspectedModel
@@ -306,6 +306,9 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
     b_q, b_k, b_v = layer.biases
 
     def head(h: int) -> SelfAttention:
+        part = prior
+        if part is not None and any(part.varies()):
+            part = PriorSelection(part, torch.tensor([h]), H)
         g = h * G // H
         return replace(
             layer,
@@ -318,7 +321,7 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
                 None if b_k is None else b_k[g],
                 None if b_v is None else b_v[g],
             ),
-            prior=prior if prior is None or not any(prior.varies()) else HeadSubset(prior, (h,), H),
+            prior=part,
             bias=layer.bias if h == 0 else None,
         )
 

@@ -21,14 +21,14 @@ measured a few at a time, so that their weights stay in the cache.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fenchel.attention import AttentionCall, Prior
-from fenchel.attention.prior import ScoreIndex
+from fenchel.attention import AttentionCall
+from fenchel.attention.prior import PriorSelection
 from fenchel.attention.tiles import row_tiles, score_tiles
 from fenchel.inspection.linearisation import strip
 from fenchel.inspection_result import Head, Interval, Method, Spread
@@ -155,38 +155,6 @@ _CAUSES = {"q": "query", "k": "key", "v": "mixing"}
 _SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
 
 
-@dataclass(frozen=True, eq=False)
-class HeadSubset(Prior):
-    """Some of the heads of a prior that differs between heads, such as ALiBi."""
-
-    whole: Prior
-    chosen: tuple[int, ...]
-    H: int
-
-    def admits(self, at: ScoreIndex) -> Tensor | None:
-        """That of the original heads."""
-        return self.whole.admits(self._original(at))
-
-    def bias(self, at: ScoreIndex) -> Tensor | None:
-        """That of the original heads."""
-        return self.whole.bias(self._original(at))
-
-    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """The same for every head."""
-        return self.whole.key_range(first, last, S)
-
-    def varies(self) -> tuple[bool, bool]:
-        """As the whole prior does between sequences, and between heads."""
-        return self.whole.varies()[0], True
-
-    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """The whole prior fits all heads."""
-        self.whole.check(B, self.H, T, S)
-
-    def _original(self, at: ScoreIndex) -> ScoreIndex:
-        return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
-
-
 class Sensitivities(NamedTuple):
     """The sensitivity of some heads; lists over heads."""
 
@@ -250,10 +218,11 @@ def heads(
 def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
     """The same call with some of its heads; shared keys and values are repeated."""
     H, G = call.q.shape[1], call.k.shape[1]
-    group = torch.tensor(chosen, device=call.q.device) // (H // G)
+    heads = torch.tensor(chosen, device=call.q.device)
+    group = heads // (H // G)
     prior = call.spec.prior
     if prior is not None and any(prior.varies()):
-        prior = HeadSubset(prior, tuple(chosen), H)
+        prior = PriorSelection(prior, heads, H)
     spec = replace(call.spec, prior=prior)
     return AttentionCall(call.q[:, chosen], call.k[:, group], call.v[:, group], spec)
 

@@ -54,26 +54,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fenchel.kernels.band import Band
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-class KeyPrior(NamedTuple):
-    """The prior over keys as the kernels take it; every part is optional."""
-
-    left: int | None = None
-    """Keys at most this far before the position are open."""
-    right: int | None = None
-    """Keys at most this far after the position are open; 0 is causal."""
-    start: Tensor | None = None
-    stop: Tensor | None = None
-    """Sequence b has the keys from start[b] to stop[b] - 1: int32, (B,)."""
-    slopes: Tensor | None = None
-    """ALiBi: float32, (H,)."""
-    bias: Tensor | None = None
-    """Added to the scores: float32, four axes that broadcast to (B, H, T, S)."""
-
-
-NO_PRIOR = KeyPrior()
 
 
 class Tangents(NamedTuple):
@@ -109,7 +92,7 @@ def dual_attention(
     tangents: Tangents = Tangents(),  # noqa: B008
     *,
     scale: float,
-    prior: KeyPrior = NO_PRIOR,
+    band: Band = Band(),  # noqa: B008
     known: tuple[Tensor, Tensor] | None = None,
     precision: str = "bf16x6",
     tile: Tile | None = None,
@@ -131,7 +114,7 @@ def dual_attention(
         tile = tile or forward_tile(q.dtype, max(D, E), second=known is not None)
         _dual_rows[(triton.cdiv(T, tile.rows) * B * H,)](
             *(q, k, v, tq, tk, tv, o, to, lse, mu),
-            *_prior_arguments(prior, B, H, T, S),
+            *_band_arguments(band, B, H, T, S),
             *(scale, T, S, H, H // k.shape[1]),
             D=D,
             E=E,
@@ -140,8 +123,8 @@ def dual_attention(
             ROWS=tile.rows,
             KEYS=tile.keys,
             SECOND=known is not None,
-            HAS_LEFT=prior.left is not None,
-            HAS_RIGHT=prior.right is not None,
+            HAS_LEFT=band.left is not None,
+            HAS_RIGHT=band.right is not None,
             **_numerics(q, precision),
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -159,7 +142,7 @@ def dual_attention_vjp(
     gto: Tensor | None,
     *,
     scale: float,
-    prior: KeyPrior = NO_PRIOR,
+    band: Band = Band(),  # noqa: B008
     of_tangents: bool = True,
     precision: str = "bf16x6",
     tiles: tuple[Tile, Tile, Tile | None] | None = None,
@@ -196,11 +179,11 @@ def dual_attention_vjp(
         "E": E,
         "WIDTH_D": _width(D),
         "WIDTH_E": _width(E),
-        "HAS_LEFT": prior.left is not None,
-        "HAS_RIGHT": prior.right is not None,
+        "HAS_LEFT": band.left is not None,
+        "HAS_RIGHT": band.right is not None,
         **_numerics(q, precision),
     }
-    given = _prior_arguments(prior, B, H, T, S)
+    given = _band_arguments(band, B, H, T, S)
     if B * H * T:
         _rows_vjp[(triton.cdiv(T, of_rows.rows) * B * H,)](
             *(q, k, v, tq, tk, tv, o, to, lse, mu, go, gto, a, b, gq, gtq),
@@ -278,14 +261,14 @@ def _numerics(q: Tensor, precision: str) -> dict[str, Any]:
     return {"PRECISION": precision if q.dtype == torch.float32 else "tf32", "UPCAST": False}
 
 
-def _prior_arguments(prior: KeyPrior, B: int, H: int, T: int, S: int) -> tuple[Any, ...]:
-    bias = prior.bias
+def _band_arguments(band: Band, B: int, H: int, T: int, S: int) -> tuple[Any, ...]:
+    bias = band.bias
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias = bias.expand(B, H, T, S)
         strides = tuple(bias.stride())
-    left, right = (0 if x is None else x for x in (prior.left, prior.right))
-    return left, right, prior.start, prior.stop, prior.slopes, bias, *strides
+    left, right = (0 if x is None else x for x in (band.left, band.right))
+    return left, right, band.start, band.stop, band.slopes, bias, *strides
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -71,6 +71,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fenchel.kernels.band import Band
+
 FLOOR = tl.constexpr(-1e30)
 """Initial maximum of a row: -inf - -inf is nan."""
 WORD = tl.constexpr(32)
@@ -88,19 +90,6 @@ LENGTHS = ("T", "S", "left", "right")
 """Arguments for whose values no kernel is compiled anew."""
 _KINDS = {1.5: 0, 2.0: 1}
 """alpha with formulas of its own; 2 for all others, by exp2 and log2."""
-
-
-class Band(NamedTuple):
-    """What a query may attend to, and the bias of its scores."""
-
-    left: int
-    """Keys before the position of the query."""
-    right: int
-    """Keys after it; -1 leaves the position itself out."""
-    ranges: Tensor | None = None
-    """(B, 2) of int32: the first key of every sequence and the one after its last; None for all."""
-    slopes: Tensor | None = None
-    """(H,) in float32: log u = -slope |i - j|."""
 
 
 class Saved(NamedTuple):
@@ -198,7 +187,7 @@ def attend_entmax(
     shared = _shared(q, k, v, alpha, factor, band, tiles)
     grid = (B * H * rows,)
     _thresholds[grid](
-        *(q, k, tau, top, kept, counts, hits, band.ranges, band.slopes),
+        *(q, k, tau, top, kept, counts, hits, band.start, band.stop, band.slopes),
         *gaussian_start(alpha),
         **shared,
         STEPS=STEPS,
@@ -206,7 +195,7 @@ def attend_entmax(
         **tiles.thresholds.options(),
     )
     _outputs[grid](
-        *(q, k, v, out, C, tau, top, kept, counts, band.ranges, band.slopes),
+        *(q, k, v, out, C, tau, top, kept, counts, band.start, band.stop, band.slopes),
         **shared,
         **_values(v),
         INSIDE=inside,
@@ -271,7 +260,7 @@ def attend_entmax_backward(
     delta = torch.empty_like(saved.tau)
     _query_gradients[(B * H * rows,)](
         *(q, k, v, g, saved.C, saved.tau, delta, gq, saved.tiles, saved.counts),
-        *(band.ranges, band.slopes, *g.stride()[:3]),
+        *(band.start, band.stop, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
         INSIDE=inside,
@@ -280,7 +269,7 @@ def attend_entmax_backward(
     blocks = torch.empty(B * G * columns, rows, dtype=torch.int16, device=q.device)
     _key_gradients[(B * G * columns,)](
         *(q, k, v, g, saved.tau, delta, gk, gv, saved.hits, blocks),
-        *(band.ranges, band.slopes, *g.stride()[:3]),
+        *(band.start, band.stop, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
         INSIDE=inside,
@@ -326,7 +315,7 @@ def attend_entmax_jvp(
     if parts:
         _tangents[(B * H * saved.hits.shape[2],)](
             *(q, k, v, dq, dk, dv, choosing, values),
-            *(saved.C, saved.tau, saved.tiles, saved.counts, band.ranges, band.slopes),
+            *(saved.C, saved.tau, saved.tiles, saved.counts, band.start, band.stop, band.slopes),
             **_shared(q, k, v, alpha, factor, band, tiles),
             **_values(v),
             **tiles.tangents.options(),
@@ -346,8 +335,8 @@ def _shared(
         "T": T,
         "S": S,
         "D": D,
-        "left": min(band.left, T + S),
-        "right": min(band.right, T + S),
+        "left": T + S if band.left is None else min(band.left, T + S),
+        "right": T + S if band.right is None else min(band.right, T + S),
         **dict(zip(("q_b", "q_h", "q_t"), q.stride(), strict=False)),
         **dict(zip(("k_b", "k_h", "k_s"), k.stride(), strict=False)),
         "factor": factor,
@@ -392,12 +381,13 @@ def _either(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key_range(ranges_ptr, b, S):  # type: ignore[no-untyped-def]
+def _key_range(start_ptr, stop_ptr, b, S):  # type: ignore[no-untyped-def]
     start = 0
     end = S
-    if ranges_ptr is not None:
-        start = tl.maximum(tl.load(ranges_ptr + 2 * b), 0)
-        end = tl.minimum(tl.load(ranges_ptr + 2 * b + 1), S)
+    if start_ptr is not None:
+        start = tl.maximum(tl.load(start_ptr + b), 0)
+    if stop_ptr is not None:
+        end = tl.minimum(tl.load(stop_ptr + b), S)
     return start, end
 
 
@@ -643,8 +633,8 @@ def _normal_start(n, mean, square, rate, start):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _thresholds(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, hits_ptr, ranges_ptr, slopes_ptr,
-    centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10,
+    q_ptr, k_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, hits_ptr, start_ptr, stop_ptr,
+    slopes_ptr, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10,
     H, group, T, S, D, left, right, q_b, q_h, q_t, k_b, k_h, k_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, STEPS: tl.constexpr, TOLERANCE: tl.constexpr,
@@ -656,7 +646,7 @@ def _thresholds(  # type: ignore[no-untyped-def]
     b, h = head // H, head % H
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(ranges_ptr, b, S)
+    start, end = _key_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     c = factor * rate
     power = 1.0 / rate - 1.0
@@ -778,10 +768,11 @@ def _mix(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _outputs(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, C_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, ranges_ptr,
-    slopes_ptr, H, group, T, S, D, E, left, right, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
-    factor, rate, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, C_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, start_ptr,
+    stop_ptr, slopes_ptr, H, group, T, S, D, E, left, right, q_b, q_h, q_t, k_b, k_h, k_s,
+    v_b, v_h, v_s, factor, rate, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    INSIDE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
@@ -791,7 +782,7 @@ def _outputs(  # type: ignore[no-untyped-def]
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
     tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(ranges_ptr, b, S)
+    start, end = _key_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     row = block * BM + tl.arange(0, BM)
@@ -883,7 +874,7 @@ def _move(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _tangents(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, choosing_ptr, values_ptr, C_ptr, tau_ptr,
-    tiles_ptr, counts_ptr, ranges_ptr, slopes_ptr, H, group, T, S, D, E, left, right,
+    tiles_ptr, counts_ptr, start_ptr, stop_ptr, slopes_ptr, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -900,7 +891,7 @@ def _tangents(  # type: ignore[no-untyped-def]
     if dv_ptr is not None:
         dv_ptr += v_at
     tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(ranges_ptr, b, S)
+    start, end = _key_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     slope = _slope(slopes_ptr, h, rate)
@@ -961,7 +952,7 @@ def _add_query_gradients(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _query_gradients(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, C_ptr, tau_ptr, delta_ptr, gq_ptr, tiles_ptr, counts_ptr,
-    ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
+    start_ptr, stop_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr,
@@ -974,7 +965,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
     tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(ranges_ptr, b, S)
+    start, end = _key_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     slope = _slope(slopes_ptr, h, rate)
@@ -1043,7 +1034,7 @@ def _add_key_gradients(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _key_gradients(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, tau_ptr, delta_ptr, gk_ptr, gv_ptr, hits_ptr, blocks_ptr,
-    ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
+    start_ptr, stop_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr, CHUNK: tl.constexpr,
@@ -1056,7 +1047,7 @@ def _key_gradients(  # type: ignore[no-untyped-def]
     G = H // group
     b, shared = pair // G, pair % G
     blocks_ptr += tl.program_id(0).to(tl.int64) * rows
-    start, end = _key_range(ranges_ptr, b, S)
+    start, end = _key_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     keys = (k_ptr + b * k_b + shared * k_h, k_s, S, D)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fenchel.attention import attend
-from fenchel.attention.blocked import exponent, recompute_rows_, solve_rows_
+from fenchel.attention.blocked import recompute_rows_, solve_rows_
+from fenchel.attention.spec import exponent
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 
 MAPS = [Softmax(), Entmax(1.1), Entmax(1.5), Entmax(1.7), Sparsemax()]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fenchel.attention import Causal, Dense, Padding, Prior, Segments, Window
-from fenchel.attention.prior import ScoreBlock, ScoreIndex
+from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Segments, Window
+from fenchel.attention.prior import ScoreBlock, ScoreIndex, as_band, outside_band
 
 INF = torch.inf
 
@@ -66,7 +66,11 @@ ALL = {
     "dense": Dense(torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(1))),
     "mask": Dense(torch.rand(2, 1, 1, 7, generator=torch.Generator().manual_seed(2)) > 0.3),
 }
+ALL["alibi"] = ALiBi(6)
 ALL["sum"] = ALL["causal"] + ALL["padding"] + ALL["dense"]
+ALL["two of each"] = sum(
+    (Padding(torch.tensor([6, 9])), Window(3, 2), ALL["alibi"], ALiBi(6), ALL["mask"]), ALL["sum"]
+)
 every_prior = pytest.mark.parametrize("prior", ALL.values(), ids=ALL.keys())
 
 
@@ -132,6 +136,41 @@ def test_logarithms_add_and_the_order_does_not_matter() -> None:
     both = a.log(4, 7, **shape) + b.log(4, 7, **shape)
     assert torch.equal((a + b).log(4, 7, **shape), both)
     assert torch.equal((b + a).log(4, 7, **shape), both)
+
+
+@every_prior
+def test_the_band_of_a_prior_is_the_prior(prior: Prior) -> None:
+    if "segments" in repr(prior).lower():
+        assert outside_band(prior) == "Segments"
+        return
+    assert outside_band(prior) is None
+    filled = {name for part in prior.summands() for name in part.band_fields or ()}
+    band = as_band(prior, 7, torch.device("cpu"))
+    assert {name for name, x in band._asdict().items() if x is not None} <= filled
+    i, j = torch.arange(4)[:, None] + 3, torch.arange(7)
+    open_ = torch.ones(2, 1, 4, 7, dtype=torch.bool)
+    log_u = torch.zeros(2, 6, 4, 7)
+    for bound, edge in ((band.left, i - j), (band.right, j - i)):
+        open_ &= edge <= (7 if bound is None else bound)
+    if band.start is not None:
+        open_ &= j >= band.start.view(2, 1, 1, 1)
+    if band.stop is not None:
+        open_ &= j < band.stop.view(2, 1, 1, 1)
+    if band.slopes is not None:
+        log_u -= band.slopes[:, None, None] * (i - j).abs()
+    log_u += 0.0 if band.bias is None else band.bias
+    wanted = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
+    torch.testing.assert_close(log_u.where(open_, -INF), wanted)
+
+
+def test_a_subclass_of_a_band_is_none_unless_it_says_so() -> None:
+    class Odd(Causal):
+        def admits(self, at: ScoreIndex) -> torch.Tensor:
+            return super().admits(at) & (at.j % 2 == 1)
+
+    assert outside_band(Odd() + Window(2)) == "Odd"
+    assert outside_band(Dense(torch.zeros(3)), ("left", "right")) == "Dense"
+    assert outside_band(None) is None
 
 
 def test_causal_and_window_reach_as_little_as_they_can() -> None:

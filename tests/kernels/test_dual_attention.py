@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 from fenchel.kernels import dual_attention as kernels
+from fenchel.kernels.band import Band
 from fenchel.kernels.dual_attention import (
-    NO_PRIOR,
     Dual,
-    KeyPrior,
     Tangents,
     Tile,
     dual_attention,
@@ -35,7 +34,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "reverse_tiles", lambda *_, **__: TILES)
 
 
-def log_prior(prior: KeyPrior, shape: tuple[int, int, int, int]) -> Tensor:
+def log_prior(prior: Band, shape: tuple[int, int, int, int]) -> Tensor:
     """log u as the docstring defines it: (B, H, T, S)."""
     B, _, T, S = shape
     i, j = (torch.arange(T) + S - T)[:, None], torch.arange(S)[None]
@@ -60,7 +59,7 @@ class Case:
     def __init__(
         self,
         device: str,
-        prior: KeyPrior = NO_PRIOR,
+        prior: Band = Band(),  # noqa: B008
         moving: str = "qkv",
         *,
         heads: tuple[int, int] = (1, 1),
@@ -111,9 +110,7 @@ class Case:
         (self.o, self.to), self.pull = vjp(dual, *at)
 
     def run(self, known: tuple[Tensor, Tensor] | None = None) -> Dual:
-        return dual_attention(
-            *self.x, Tangents(*self.t), scale=SCALE, prior=self.prior, known=known
-        )
+        return dual_attention(*self.x, Tangents(*self.t), scale=SCALE, band=self.prior, known=known)
 
     @cached_property
     def found(self) -> Dual:
@@ -121,7 +118,7 @@ class Case:
 
     def gradients(self, go: Tensor | None, gto: Tensor | None) -> tuple[Tensor | None, ...]:
         first, second = dual_attention_vjp(
-            *self.x, Tangents(*self.t), self.found, go, gto, scale=SCALE, prior=self.prior
+            *self.x, Tangents(*self.t), self.found, go, gto, scale=SCALE, band=self.prior
         )
         return *first, *second
 
@@ -160,7 +157,7 @@ class Case:
 
 @pytest.mark.parametrize("moving", ["", "q", "k", "v", "qkv"])
 def test_products_of_absent_tangents_are_left_out(moving: str, device: str) -> None:
-    case = Case(device, KeyPrior(right=0), moving)
+    case = Case(device, Band(right=0), moving)
     case.check(each=moving == "qkv")
     grads = case.gradients(case.go, case.gto if moving else None)
     assert [name for name, x in zip("qkv", grads[3:], strict=True) if x is not None] == [*moving]
@@ -174,22 +171,20 @@ HOLES = torch.zeros(1, 1, T, S)
 HOLES[..., ::3] = 1.5
 HOLES[:, :, 5:9] = -math.inf  # rows without a key
 PRIORS = {
-    "none": NO_PRIOR,
-    "window": KeyPrior(left=7, right=3),
-    "strict, with empty rows": KeyPrior(left=S, right=-1 - (S - T)),
-    "padding, with an empty sequence": KeyPrior(start=int32(0, 50), stop=int32(47, 50)),
-    "padding, ALiBi, causal": KeyPrior(right=0, stop=int32(40), slopes=torch.tensor([0.5, 0.0625])),
-    "bias": KeyPrior(bias=HOLES),
+    "none": Band(),
+    "window": Band(left=7, right=3),
+    "strict, with empty rows": Band(left=S, right=-1 - (S - T)),
+    "padding, with an empty sequence": Band(start=int32(0, 50), stop=int32(47, 50)),
+    "padding, ALiBi, causal": Band(right=0, stop=int32(40), slopes=torch.tensor([0.5, 0.0625])),
+    "bias": Band(bias=HOLES),
 }
 
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
-def test_under_priors_every_gradient_is_that_of_the_definition(
-    prior: KeyPrior, device: str
-) -> None:
+def test_under_priors_every_gradient_is_that_of_the_definition(prior: Band, device: str) -> None:
     moved = (x.to(device) if isinstance(x, Tensor) else x for x in prior)
     heads = (1, 1) if prior.slopes is None else (len(prior.slopes), 1)  # which share their keys
-    Case(device, KeyPrior(*moved), heads=heads).check()
+    Case(device, Band(*moved), heads=heads).check()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +195,7 @@ def test_under_priors_every_gradient_is_that_of_the_definition(
     ],
 )
 def test_scores_of_any_size(size: float, tolerance: float, device: str) -> None:
-    Case(device, KeyPrior(right=0), size=size).check(tolerance)
+    Case(device, Band(right=0), size=size).check(tolerance)
 
 
 def test_keys_and_values_that_are_computed_apart(
@@ -208,23 +203,24 @@ def test_keys_and_values_that_are_computed_apart(
 ) -> None:
     apart = TILES[0], TILES[1], Tile(64, 32, 4, 1)
     monkeypatch.setattr(kernels, "reverse_tiles", lambda *_, **__: apart)
-    Case(device, KeyPrior(right=0), heads=(2, 1)).check()
+    Case(device, Band(right=0), heads=(2, 1)).check()
 
 
 def test_half_precision(device: str) -> None:
-    Case(device, KeyPrior(right=0), dtype=torch.bfloat16).check(1.5e-2)
+    Case(device, Band(right=0), dtype=torch.bfloat16).check(1.5e-2)
 
 
 def test_the_same_bits_in_every_run(device: str) -> None:
-    case = Case(device, KeyPrior(left=11, right=2))
+    case = Case(device, Band(left=11, right=2))
     one, other = ((*case.run(), *case.gradients(case.go, case.gto)) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 COMPILED = """
+from fenchel.kernels.band import Band
 from fenchel.kernels.dual_attention import *
 x = [torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, device="meta") for _ in range(8)]
-causal = {"scale": 0.125, "prior": KeyPrior(right=0)}
+causal = {"scale": 0.125, "band": Band(right=0)}
 found = dual_attention(*x[:3], Tangents(*x[3:6]), **causal)
 dual_attention_vjp(*x[:3], Tangents(*x[3:6]), found, *x[6:], **causal)
 """

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.func import jvp
 
 from fenchel.attention import ALiBi, Causal, Padding, Prior, Window, attend, attend_jvp
-from fenchel.attention.entmax_triton import as_band, tangents
+from fenchel.attention.entmax_triton import tangents
 from fenchel.attention.reference import logits
 from fenchel.attention.spec import AttentionSpec
 from fenchel.choice import Choice, Entmax, Sparsemax
 from fenchel.kernels import entmax_attention as page
-from fenchel.kernels.entmax_attention import Band, Launch, Tiling, attend_entmax, gaussian_start
+from fenchel.kernels.band import Band
+from fenchel.kernels.entmax_attention import Launch, Tiling, attend_entmax, gaussian_start
 
 WIDE = Band(1 << 20, 1 << 20)
 
@@ -263,14 +264,3 @@ def test_it_is_one_operation_of_a_compiled_graph(device: str) -> None:
     torch.testing.assert_close(found, loss(q))
     slopes = (torch.autograd.grad(x, q)[0] for x in (found, loss(q)))
     torch.testing.assert_close(*slopes)
-
-
-def test_priors_that_make_one_band() -> None:
-    lengths = torch.tensor([3, 9])
-    prior = (
-        Causal() + Window(6, 2) + Padding(lengths) + Padding(lengths, side="left") + Window(None)
-    )
-    left, right, ranges, slopes = as_band(prior, 8, torch.device("cpu"))
-    assert (left, right, slopes) == (6, 0, None)
-    assert ranges is not None
-    assert ranges.tolist() == [[5, 3], [0, 8]]

@@ -63,7 +63,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fenchel.attention import AttentionSpec, Causal, Prior, Window
+from fenchel.attention import AttentionSpec, Prior
+from fenchel.attention.prior import as_band, outside_band
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,6 +346,7 @@ def _is_plain_linear(linear: nn.Module) -> bool:
 
 def _fenchel_pair(name: str, layer: QueryKeyLayer) -> QueryKeyPair:
     H, G, D, qkv, mask = layer.heads, layer.groups, layer.head_width, layer.qkv, layer.mask
+    band = as_band(None if outside_band(mask) else mask, 0, qkv.weight.device)
     assert isinstance(layer, nn.Module)
     if qkv.out_features != (H + 2 * G) * D:
         raise ValueError(
@@ -357,8 +359,8 @@ def _fenchel_pair(name: str, layer: QueryKeyLayer) -> QueryKeyPair:
         HeadProjection(qkv.weight, 0, H * D, H, qkv.bias),
         HeadProjection(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
         scale=layer.scale,
-        causal=isinstance(mask, Causal) or (isinstance(mask, Window) and mask.right == 0),
-        window=mask.left + 1 if isinstance(mask, Window) and mask.left is not None else None,
+        causal=band.right is not None and band.right <= 0,
+        window=None if band.left is None else band.left + 1,
         layout=layer.rotary_layout,
     )
 
