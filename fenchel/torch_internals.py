@@ -37,6 +37,10 @@ _dynamo_marked_constant, on a function
     wrong. The public ``torch.compiler.assume_constant_result`` sets it, and loads the compiler.
 torch._dynamo.exc.TorchDynamoException
     The errors of torch.compile, those of its back ends included. There is no public name.
+torch._dynamo.exc.ObservedException, TorchRuntimeError
+    What the compiled function itself raises while it is traced. There are no public names.
+torch._inductor.exc.CppCompileError, InvalidCxxCompiler
+    A C++ compiler that fails or is missing. There are no public names.
 torch.testing._internal.distributed.fake_pg.FakeStore, torch._subclasses.fake_tensor.FakeTensorMode
 torch.utils._python_dispatch.TorchDispatchMode
     A process group that sends nothing, tensors without memory, and a record of the collectives: a
@@ -55,6 +59,7 @@ What differs between versions, and what fenchel does about it:
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -184,6 +189,29 @@ def compile_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
+
+
+_TRITON_COMPILER = ("triton.compiler.", "triton.runtime.build", "triton.backends.nvidia.compiler")
+
+
+def is_compiler_failure(error: Exception) -> bool:
+    """Whether torch.compile or Triton made no kernel; loads the compiler.
+
+    False for what the compiled function itself raises, also while it is traced.
+    """
+    from torch._dynamo.exc import ObservedException, TorchRuntimeError
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ObservedException, TorchRuntimeError)):
+            return False
+        cause = cause.__cause__
+    if isinstance(error, (compile_error(), CppCompileError, InvalidCxxCompiler)):
+        return True
+    # Triton raises errors of many classes, RuntimeError and those of subprocess among them.
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return any(name.startswith(_TRITON_COMPILER) for name in frames)
 
 
 @contextmanager

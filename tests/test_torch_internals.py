@@ -168,6 +168,46 @@ def test_every_error_of_the_compiler_is_of_one_class() -> None:
         assert issubclass(error, torch_internals.compile_error())
 
 
+def test_a_compiler_that_fails_is_told_from_a_function_that_raises() -> None:
+    def failure(compiled: Callable[[], object]) -> Exception:
+        torch.compiler.reset()
+        with pytest.raises(Exception) as caught:
+            compiled()
+        return caught.value
+
+    def backend(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    def raises(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("mine")
+        return x
+
+    def mismatched(x: Tensor) -> Tensor:
+        return x + torch.ones(3)
+
+    x = torch.ones(2)
+    assert torch_internals.is_compiler_failure(
+        failure(lambda: torch.compile(torch.sin, backend=backend)(x))
+    )
+    from torch._inductor.exc import CppCompileError
+
+    assert torch_internals.is_compiler_failure(CppCompileError(["c++"], "no such header"))
+    for function in (raises, mismatched):
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        assert not torch_internals.is_compiler_failure(failure(lambda f=compiled: f(x)))
+    assert not torch_internals.is_compiler_failure(failure(lambda: int("x")))
+
+
+def test_a_failure_of_triton_is_known_by_the_frames_it_passed() -> None:
+    for module, failed in (("triton.compiler.compiler", True), ("triton.runtime.driver", False)):
+        names = {"__name__": module}
+        exec("def run(): raise RuntimeError('PassManager::run failed')", names)
+        with pytest.raises(RuntimeError) as caught:
+            names["run"]()  # type: ignore[operator]
+        assert torch_internals.is_compiler_failure(caught.value) == failed
+
+
 # the same numbers with every version
 
 NUMBERS = {

@@ -32,13 +32,12 @@ from warnings import warn
 from torch import Tensor
 
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
-from fenchel.attention.flex import failed_to_compile
 from fenchel.attention.prior import PriorLike
 from fenchel.attention.sdpa import causal_flag, fused
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
 from fenchel.attention.spec import SOFTMAX, AttentionSpec, ChoiceLike
 from fenchel.choice import Softmax
-from fenchel.torch_internals import carries_tangents, in_func_transform
+from fenchel.torch_internals import carries_tangents, in_func_transform, is_compiler_failure
 
 
 @overload
@@ -143,7 +142,7 @@ def attend(
         out, p = selected_backend.attend(queries, keys, values, spec, dropout)
     except Exception as error:
         name = selected_backend.name
-        if backend != "auto" or name not in ("flex", "triton") or not failed_to_compile(error):
+        if backend != "auto" or name not in ("flex", "triton") or not is_compiler_failure(error):
             raise
         leave_out(selected_backend, facts)
         warn(

@@ -74,8 +74,7 @@ def has_table(prior: Prior) -> bool:
 
 def has_bias(prior: Prior) -> bool:
     """Whether log u has a finite part."""
-    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
-    return any(type(part).bias is not Prior.bias for part in parts)
+    return any(type(part).bias is not Prior.bias for part in prior.summands())
 
 
 @cache
@@ -136,8 +135,8 @@ def _score(
 
 
 def _mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) -> BlockMask | None:
-    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
-    parts = tuple(part for part in parts if part.admits(_probe(device, S)) is not None)
+    probe = _probe(device, S)
+    parts = tuple(part for part in prior.summands() if part.admits(probe) is not None)
     if not parts:
         return None
     masks = PriorSum(parts)
@@ -166,15 +165,10 @@ _cached_block_mask = lru_cache(maxsize=64)(_block_mask)
 
 def remakes_mask(prior: Prior) -> bool:
     """Whether the block mask is made at every call: a mask that depends on a tensor is."""
-    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
     return any(
-        type(part).admits is not Prior.admits and not has_value_equality(part) for part in parts
+        type(part).admits is not Prior.admits and not has_value_equality(part)
+        for part in prior.summands()
     )
-
-
-def failed_to_compile(error: Exception) -> bool:
-    """Whether no kernel was made: torch.compile also fails with errors that are not its own."""
-    return not isinstance(error, torch.OutOfMemoryError)
 
 
 def has_value_equality(prior: Prior) -> bool:

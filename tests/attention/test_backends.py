@@ -21,6 +21,8 @@ from fenchel.attention import (
     flex,
 )
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, cheapest
+from fenchel.attention.prior import ScoreIndex
+from fenchel.torch_internals import compile_error
 
 PLAIN = CallFacts(
     choice="Softmax", device="cuda", dtype=torch.bfloat16, B=2, H=6, T=4, S=7, D=16, E=16
@@ -186,7 +188,7 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
 
     def broken(*_: object) -> tuple[Tensor, None]:
         tries.append(1)
-        raise AssertionError("no kernel")  # the compiler fails with errors of any kind
+        raise compile_error()("no kernel")
 
     cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0, attend=broken)
     monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
@@ -197,8 +199,49 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
         torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
     torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
     assert len(tries) == 1  # the failure is remembered for calls of this kind
-    with pytest.raises(AssertionError, match="no kernel"):  # asked for by name, it is an error
+    with pytest.raises(compile_error(), match="no kernel"):  # asked for by name, it is an error
         attend(*qkv, prior=Window(2), backend="flex")
+    backends.clear_caches()
+
+
+class Faulty(Prior):
+    """A prior whose bias raises at single points, or while it is traced, and not densely."""
+
+    def __init__(self, kind: str, traced: bool) -> None:
+        self.kind, self.traced, self.zero = kind, traced, 0
+
+    def bias(self, at: ScoreIndex) -> Tensor:
+        if torch.compiler.is_compiling() if self.traced else at.i.ndim == 0:
+            if self.kind == "value":
+                raise ValueError("a bias of mine")
+            return at.i // (1 // self.zero) if self.kind == "division" else len(3)  # type: ignore
+        return -0.1 * (at.i - at.j).abs()
+
+
+@pytest.mark.filterwarnings("error:back end")
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("value", ValueError, "of mine"),
+        ("division", ZeroDivisionError, "by zero"),
+        ("type", TypeError, "no len"),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True], ids=["called", "traced"])
+def test_auto_raises_what_a_prior_raises(
+    monkeypatch: pytest.MonkeyPatch,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    kind: str,
+    error: type[Exception],
+    words: str,
+    traced: bool,
+) -> None:
+    cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0)
+    monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
+    backends.clear_caches()
+    torch.compiler.reset()
+    with pytest.raises(compile_error() if traced else error, match=words):
+        attend(*qkv, prior=Faulty(kind, traced))
     backends.clear_caches()
 
 
