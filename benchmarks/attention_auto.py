@@ -30,9 +30,9 @@ from fenchel.attention import (
     Sink,
     Window,
     attend,
+    backend_support,
     flex,
-    selected,
-    serves,
+    selected_backend,
 )
 from fenchel.attention.sdpa import causal_flag
 from fenchel.choice import Entmax
@@ -131,7 +131,10 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
     at = inputs(machine, T, n, train)
     q, k, v, _ = at
     with torch.set_grad_enabled(train):
-        reasons, picked = serves(q, k, v, **case.spec), selected(q, k, v, **case.spec)
+        reasons, picked = (
+            backend_support(q, k, v, **case.spec),
+            selected_backend(q, k, v, **case.spec),
+        )
     names = [backend for backend, reason in reasons.items() if reason is None]
     if "sdpa" in names and causal_flag(case.spec.prior, T, n) is not None and "flex" in names:
         names.remove("flex")  # torch's own kernels are ahead of it, and compiling takes long

@@ -10,14 +10,14 @@ constant, so that a call fills the chip:
 
 Every output is first compared with the definition in float64 on 64 rows of one head. Then all
 contenders run in turn in one process (harness.py), CALLS calls in a row: forward alone, forward and
-backward, then ours with the derivative along moves of q, k and v beside FLASH forward. A row has
+backward, then ours with the derivative along tangents of q, k and v beside FLASH forward. A row has
 the milliseconds of each, the ratio to ours, dense-equivalent TFLOP/s (4 n^2 D per head, halved; 3.5
 times that with the backward pass), the memory above the inputs, and the part of the tiles of 128 x
 64 scores that ours keeps. AdaSplash-2 is timed if it is installed; it tunes itself for every
 length, which takes a minute.
 
     python -m benchmarks attention_kernels            4,096, 16,384, 65,536 tokens, D = 64, 128
-    python -m benchmarks attention_kernels --quick    16,384 tokens, D = 64, no flex, no moves
+    python -m benchmarks attention_kernels --quick    16,384 tokens, D = 64, no flex, no tangents
 """
 
 import time

@@ -120,7 +120,7 @@ def _time(
     )
 
     n, D = cache.n, cache.D
-    place = DecodePosition(
+    position = DecodePosition(
         torch.tensor([n - 1], device="cuda"), torch.zeros(BATCH, dtype=torch.long, device="cuda")
     )
     tensors = CacheTensors(cache.keys.clone(), cache.values.clone())
@@ -136,7 +136,7 @@ def _time(
     o = torch.full((BATCH, HEADS * D), torch.nan, device="cuda", dtype=torch.bfloat16)
 
     def call() -> None:
-        attend_decode(cache.qkv, tensors, place, o, angles=None, scale=D**-0.5, alpha=alpha)
+        attend_decode(cache.qkv, tensors, position, o, angles=None, scale=D**-0.5, alpha=alpha)
 
     call()
     errors, active = [], []

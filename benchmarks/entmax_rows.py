@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness import record, time_interleaved
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
-from fenchel.choice.entmax_solver import bisect, powers
+from fenchel.choice.entmax_solver import bisect, tsallis_weights
 
 THREADS = 2
 ROWS, K, ROUNDS = 1024, 4096, 9
@@ -28,7 +28,7 @@ def error(f: Rows, x: Tensor, alpha: float) -> float:
     """The largest error of a weight in the first 64 rows."""
     exact = x[:64].detach().double()
     y = (alpha - 1.0) * (exact - exact.amax(-1, keepdim=True))
-    return float((f(x[:64]).double() - powers(y + bisect(y, alpha), alpha)).abs().max())
+    return float((f(x[:64]).double() - tsallis_weights(y + bisect(y, alpha), alpha)).abs().max())
 
 
 def measure(name: str, std: float) -> dict[str, object]:

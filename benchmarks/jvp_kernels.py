@@ -4,16 +4,16 @@ bfloat16, causal, 32,768 tokens of width 1024 (16 heads of 64, 8 heads of 128), 
 2,048, 8,192 and 32,768. All contenders of a case run in turn in one process (harness.py), CALLS
 calls in a row, after every output of ours was compared with float64 on the last rows of one head:
 
-    dual                   output and tangent in one pass, moves of q, k and v
-    dual, q moves          the same where only the queries move
+    tangent                output and tangent in one pass, tangents of q, k and v
+    tangent of q           the same where only the queries have one
     second pass            the tangent alone, from known outputs
-    gradients              of output and tangent, in q, k, v and in the three moves
+    gradients              of output and tangent, in q, k, v and in the three tangents
     FLASH, FLASH backward  plain attention by torch's fused kernels
     MATH                   torch.func.jvp of torch's unfused attention; to 2,048 tokens
     jvp_flash_attention    the package, in float16, if it is installed
 
     TFLOP/s      2 T S d per product of tiles and head, halved for the causal mask: 6 products for a
-                 dual, 15 for the gradients (ours executes 21), 2 and 5 for FLASH
+                 "tangent", 15 for the gradients (ours executes 21), 2 and 5 for FLASH
     peak_MiB     memory above the inputs during one call
 
 The last rows are the spectral norm of one causal head (sensitivity_long.py), whose products are
@@ -41,8 +41,8 @@ from benchmarks.sensitivity_long import measure
 TOKENS, WIDTH, ROUNDS, CALLS, SLICE = 32768, 1024, 10, 5, 128
 LENGTHS, HEADS = (2048, 8192, 32768), (64, 128)
 PRODUCTS = {
-    "dual": 6,
-    "dual, q moves": 4,
+    "tangent": 6,
+    "tangent of q": 4,
     "second pass": 5,
     "gradients": 15,
     "FLASH": 2,
@@ -54,7 +54,7 @@ Call = Callable[[], object]
 
 
 def inputs(n: int, d: int) -> list[Tensor]:
-    """q, k, v, their moves, and gradients of output and tangent."""
+    """q, k, v, their tangents, and gradients of output and tangent."""
     g = torch.Generator("cuda").manual_seed(n + d)
     shape = TOKENS // n, WIDTH // d, n, d
     return [torch.randn(shape, device="cuda", generator=g).to(torch.bfloat16) for _ in range(8)]
@@ -63,31 +63,31 @@ def inputs(n: int, d: int) -> list[Tensor]:
 def contenders(x: list[Tensor]) -> dict[str, Call]:
     """Every contender of a case by name."""
     from fenchel.kernels.band import Band
-    from fenchel.kernels.dual_attention import (
+    from fenchel.kernels.tangent_attention import (
         Tangents,
-        dual_attention,
-        dual_attention_vjp,
+        tangent_attention,
+        tangent_attention_vjp,
     )
 
-    q, k, v, *moves, go, gto = x
+    q, k, v, *tangents, go, gto = x
     d, n = q.shape[-1], q.shape[-2]
     causal: dict[str, Any] = {"scale": d**-0.5, "band": Band(right=0)}
-    found = dual_attention(q, k, v, Tangents(*moves), **causal)
+    found = tangent_attention(q, k, v, Tangents(*tangents), **causal)
     calls: dict[str, Call] = {
-        "dual": partial(dual_attention, q, k, v, Tangents(*moves), **causal),
-        "dual, q moves": partial(dual_attention, q, k, v, Tangents(moves[0]), **causal),
+        "tangent": partial(tangent_attention, q, k, v, Tangents(*tangents), **causal),
+        "tangent of q": partial(tangent_attention, q, k, v, Tangents(tangents[0]), **causal),
         "second pass": partial(
-            dual_attention, q, k, v, Tangents(*moves), known=(found.o, found.lse), **causal
+            tangent_attention, q, k, v, Tangents(*tangents), known=(found.o, found.lse), **causal
         ),
         "gradients": partial(
-            dual_attention_vjp, q, k, v, Tangents(*moves), found, go, gto, **causal
+            tangent_attention_vjp, q, k, v, Tangents(*tangents), found, go, gto, **causal
         ),
         "FLASH": partial(flash, q, k, v),
         "FLASH backward": flash_backward(q, k, v, go),
     }
     if n <= 2048:
-        calls["MATH"] = partial(math_jvp, (q, k, v), tuple(moves))
-    if (package := jvp_flash_attention([y.half() for y in (q, k, v, *moves)])) is not None:
+        calls["MATH"] = partial(math_jvp, (q, k, v), tuple(tangents))
+    if (package := jvp_flash_attention([y.half() for y in (q, k, v, *tangents)])) is not None:
         calls["jvp_flash_attention"] = package
     return calls
 
@@ -103,24 +103,24 @@ def flash_backward(q: Tensor, k: Tensor, v: Tensor, go: Tensor) -> Call:
     return lambda: torch.autograd.grad(o, at, go, retain_graph=True)
 
 
-def math_jvp(qkv: tuple[Tensor, ...], moves: tuple[Tensor, ...]) -> object:
+def math_jvp(qkv: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> object:
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        return jvp(partial(scaled_dot_product_attention, is_causal=True), qkv, moves)
+        return jvp(partial(scaled_dot_product_attention, is_causal=True), qkv, tangents)
 
 
 def jvp_flash_attention(x: list[Tensor]) -> Call | None:
-    """The package's dual, or None where it is not installed."""
+    """Output and tangent by the package, or None where it is not installed."""
     try:
         from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]
     except ImportError:
         return None
 
-    def dual() -> object:
+    def both() -> object:
         with torch.no_grad(), forward_ad.dual_level():
             pairs = zip(x[:3], x[3:], strict=True)
             return JVPAttn.fwd_dual(*(forward_ad.make_dual(y, t) for y, t in pairs), causal=True)
 
-    return dual
+    return both
 
 
 def errors(x: list[Tensor], calls: dict[str, Call]) -> dict[str, float]:
@@ -136,7 +136,7 @@ def errors(x: list[Tensor], calls: dict[str, Call]) -> dict[str, float]:
     at = q.clone().requires_grad_()
     o, to = jvp(attention, (at, k, v), (tq, tk, tv))
     (gq,) = torch.autograd.grad((o * go).sum() + (to * gto).sum(), at)
-    found: Any = calls["dual"]()
+    found: Any = calls["tangent"]()
     grads: Any = calls["gradients"]()
     second: Any = calls["second pass"]()
     pairs = {"o": (found.o, o), "to": (found.to, to), "second": (second.to, to)}
@@ -176,7 +176,11 @@ def case(n: int, d: int) -> list[dict[str, Any]]:
                 "TFLOP/s": PRODUCTS[name] * product / seconds / 1e12,
                 f"times {beside}": 1.0 / timings.ratio(name, beside),
                 "peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20,
-                **({f"error_{key}": value for key, value in off.items()} if name == "dual" else {}),
+                **(
+                    {f"error_{key}": value for key, value in off.items()}
+                    if name == "tangent"
+                    else {}
+                ),
             }
         )
     return rows

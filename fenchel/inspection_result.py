@@ -2,7 +2,7 @@
 
 A number that was computed exactly (to rounding) stands alone. One that was approached from both
 sides is an ``Interval``; ``Method`` says what its ends promise. One number per row is summarised
-by its ``Spread``. Layers and heads count from 1, tokens from 0.
+by its ``Quantiles``. Layers and heads count from 1, tokens from 0.
 """
 
 import math
@@ -24,7 +24,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quantiles:
     """Quantiles and mean of one number per row."""
 
     least: float
@@ -43,17 +43,17 @@ class Head:
 
     layer: int
     head: int
-    entropy: Spread
+    entropy: Quantiles
     """-sum_j p_j log p_j, in nats."""
-    effective: Spread
+    effective: Quantiles
     """exp(entropy): how many keys a row uses, as if evenly."""
-    support: Spread
+    support: Quantiles
     """How many keys have any weight."""
-    sensitivity: Spread
+    sensitivity: Quantiles
     """Largest eigenvalue of the derivative of the weights in the scores, exact."""
-    max_logit: Spread
+    max_logit: Quantiles
     """max_j |z_j| over the keys that are open."""
-    margin: Spread
+    margin: Quantiles
     """Best score less the second, prior included; rows with one open key are left out."""
     first: float
     """Mean weight on the first token: the usual sink."""
@@ -67,7 +67,7 @@ class Head:
     """Which token that column is."""
     nearest_head: int | None
     """The most similar other head of the layer; None if the layer has one head."""
-    overlap: float
+    similarity: float
     """Similarity to that head: mean over rows of sum_j sqrt(p_j p'_j), 1 if equal."""
     sigma: dict[str, Interval]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "inspection/recorder": "inspection/test_foreign_model.py",
     "inspection_result": "inspection/test_measure.py",
     "inspection/trace": "inspection/test_foreign_model.py",
+    "kernels/band": "attention/test_prior.py",
     "lessons": "lessons/test_notebooks.py",
     "model/families": "model/families/test_contract.py",
     "model/forward_context": "model/test_attention.py",

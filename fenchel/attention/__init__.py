@@ -1,13 +1,13 @@
 """Queries, keys, values and a prior to outputs, with the derivative written out."""
 
-from fenchel.attention.attend import attend, selected, serves
+from fenchel.attention.attend import attend, backend_support, selected_backend
 from fenchel.attention.bias import ALiBi, RelativeBias, Sink, with_sink
 from fenchel.attention.derivative import (
     Gradients,
     Move,
-    attend_dual,
     attend_jvp,
     attend_vjp,
+    attend_with_tangent,
     self_attention,
     self_attention_vjp,
 )
@@ -19,7 +19,19 @@ from fenchel.attention.linear import (
     random_features,
 )
 from fenchel.attention.mask import Causal, Global, Padding, Segments, Strided, Window
-from fenchel.attention.measure import (
+from fenchel.attention.prior import Dense, Prior
+from fenchel.attention.rotary import (
+    Angles,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    YarnScaling,
+    angles,
+    rotary,
+    rotate,
+)
+from fenchel.attention.spec import AttentionCall, AttentionSpec
+from fenchel.attention.statistics import (
     HeadHealth,
     HeadPatterns,
     Health,
@@ -33,18 +45,6 @@ from fenchel.attention.measure import (
     scale_warning,
     trace,
 )
-from fenchel.attention.prior import Dense, Prior
-from fenchel.attention.rotary import (
-    Angles,
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    YarnScaling,
-    angles,
-    rotary,
-    rotate,
-)
-from fenchel.attention.spec import AttentionCall, AttentionSpec
 
 __all__ = [
     "ALiBi",
@@ -75,10 +75,11 @@ __all__ = [
     "YarnScaling",
     "angles",
     "attend",
-    "attend_dual",
     "attend_jvp",
     "attend_vjp",
+    "attend_with_tangent",
     "attention_weights",
+    "backend_support",
     "entropy",
     "head_entropy",
     "head_patterns",
@@ -90,10 +91,9 @@ __all__ = [
     "rotary",
     "rotate",
     "scale_warning",
-    "selected",
+    "selected_backend",
     "self_attention",
     "self_attention_vjp",
-    "serves",
     "trace",
     "with_sink",
 ]

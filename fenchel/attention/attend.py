@@ -6,21 +6,21 @@
 T queries, S keys, D the width of a query and a key, E the width of a value, G heads of keys and
 values for H heads of queries (G divides H: multi-head, grouped-query, multi-query attention).
 
-One definition, several ways to compute it, in one table (backends.py). ``serves`` gives, for a
-call, the reason why each of them cannot compute it:
+One definition, several ways to compute it, in one table (backends.py). ``backend_support`` gives,
+for a call, the reason why each of them cannot compute it:
 
     reference    as written above, O(T S) memory, every derivative
     blocked      tile by tile, O(T + S) memory, every map, derivatives in both directions
     sdpa         torch's fused softmax, reverse derivative
     flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
     triton       own kernels for entmax on a GPU, sparse in tiles of scores, reverse derivative
-    dual         kernels of a GPU: softmax with its tangent, first and second derivatives
+    tangent      kernels of a GPU: softmax with its tangent, first and second derivatives
     auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
 
 torch's fused kernels have no second derivative, and whether one will be taken (a backward pass with
 create_graph=True, then another) is not known when ``attend`` is called: torch raises then, and
-``backend="reference"``, ``"blocked"`` or, on a GPU, ``"dual"`` has them all. A second derivative by
-torch.func is known, and so is forward mode: auto leaves torch's fused kernels out.
+``backend="reference"``, ``"blocked"`` or, on a GPU, ``"tangent"`` has them all. A second derivative
+by torch.func is known, and so is forward mode: auto leaves torch's fused kernels out.
 
 Dropout draws from torch's default generator in every back end, since the fused kernels take no
 other. A query that no key is open to gets zeros, with zero derivatives.
@@ -97,9 +97,9 @@ def attend(
         "sdpa"         torch's fused softmax, first derivatives in reverse
         "flex"         FlexAttention, compiled: softmax under any prior
         "triton"       entmax on a GPU, first derivatives in reverse
-        "dual"         kernels of a GPU: softmax, first and second derivatives, also forward
+        "tangent"      kernels of a GPU: softmax, first and second derivatives, also forward
 
-    A second derivative of softmax (create_graph=True) needs "reference", "blocked" or "dual".
+    A second derivative of softmax (create_graph=True) needs "reference", "blocked" or "tangent".
 
     >>> import torch
     >>> from fenchel.attention import Causal
@@ -137,14 +137,14 @@ def attend(
     spec = AttentionSpec(choice, prior, scale, softcap)
     queries, keys, values, facts = _prepare(q, k, v, spec, dropout, return_weights)
     axes_out = output_axes(q, k)
-    selected_backend = backend_named(backend, facts)
+    taken = backend_named(backend, facts)
     try:
-        out, p = selected_backend.attend(queries, keys, values, spec, dropout)
+        out, p = taken.attend(queries, keys, values, spec, dropout)
     except Exception as error:
-        name = selected_backend.name
+        name = taken.name
         if backend != "auto" or name not in ("flex", "triton") or not is_compiler_failure(error):
             raise
-        leave_out(selected_backend, facts)
+        leave_out(taken, facts)
         warn(
             f'back end "{name}" did not compile ({type(error).__name__}); another one serves '
             "calls of this kind from now on.",
@@ -160,7 +160,7 @@ def attend(
     return out, p.to(out.dtype).reshape(*axes_out, *p.shape[-2:])
 
 
-def serves(
+def backend_support(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -176,7 +176,7 @@ def serves(
 
     >>> import torch
     >>> q = torch.zeros(1, 2, 4, 16)
-    >>> serves(q, q, q, return_weights=True)["sdpa"]
+    >>> backend_support(q, q, q, return_weights=True)["sdpa"]
     "torch's fused kernels cannot return the weights"
     """
     spec = AttentionSpec(choice, prior, scale, softcap)
@@ -184,7 +184,7 @@ def serves(
     return {name: backend.why_not(facts) for name, backend in BACKENDS.items()}
 
 
-def selected(
+def selected_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -200,7 +200,7 @@ def selected(
 
     >>> import torch
     >>> q = torch.zeros(1, 2, 4, 16)
-    >>> selected(q, q, q)
+    >>> selected_backend(q, q, q)
     'sdpa'
     """
     spec = AttentionSpec(choice, prior, scale, softcap)

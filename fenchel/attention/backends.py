@@ -1,7 +1,7 @@
 """The back ends of attention as one table: what each serves, how it is called, what it costs.
 
-``attend``, ``serves``, ``fenchel doctor`` and ``backend="auto"`` read ``BACKENDS``. A new back end
-is one entry of it, its file, and a line of the contract test. An entry has
+``attend``, ``backend_support``, ``fenchel doctor`` and ``backend="auto"`` read ``BACKENDS``. A new
+back end is one entry of it, its file, and a line of the contract test. An entry has
 
     why_not(call)     the first reason why the back end cannot serve a call, None when it can
     attend(...)       outputs, and the weights where they are returned
@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fenchel.attention import blocked, dual, entmax_triton, flex, reference, sdpa
+from fenchel.attention import blocked, entmax_triton, flex, reference, sdpa, tangent
 from fenchel.attention.prior import Combined, Prior, outside_band
 from fenchel.attention.spec import AttentionSpec, exponent
 from fenchel.attention.tiles import tile_height
@@ -189,32 +189,32 @@ def _triton(call: CallFacts) -> str | None:
     )
 
 
-def _dual(call: CallFacts) -> str | None:
+def _tangent(call: CallFacts) -> str | None:
     if call.compiling:
-        return "torch.compile would drop the forward derivative of the dual kernels"
-    if not dual.runs_on(call.device):
-        return "the dual kernels run on a Hopper GPU (sm_90), with Triton"
+        return "torch.compile would drop the forward derivative of the tangent kernels"
+    if not tangent.runs_on(call.device):
+        return "the tangent kernels run on a Hopper GPU (sm_90), with Triton"
     if call.choice != "Softmax":
-        return f"the dual kernels compute softmax, not {call.choice}"
+        return f"the tangent kernels compute softmax, not {call.choice}"
     if call.return_weights:
-        return "the dual kernels cannot return the weights"
+        return "the tangent kernels cannot return the weights"
     if call.dropout:
-        return "the dual kernels have no dropout"
+        return "the tangent kernels have no dropout"
     if call.softcap:
-        return "the dual kernels have no soft-cap"
+        return "the tangent kernels have no soft-cap"
     if call.beta_is_tensor:
-        return "the dual kernels take a temperature that is a number, not a tensor"
+        return "the tangent kernels take a temperature that is a number, not a tensor"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return "the dual kernels take float16, bfloat16 and float32"
-    if not 0 < max(call.D, call.E) <= (widest := dual.widest(call.dtype)):
-        return f"the dual kernels take heads of a width up to {widest} in {call.dtype}"
+        return "the tangent kernels take float16, bfloat16 and float32"
+    if not 0 < max(call.D, call.E) <= (widest := tangent.widest(call.dtype)):
+        return f"the tangent kernels take heads of a width up to {widest} in {call.dtype}"
     if part := outside_band(call.prior):
-        return f"the dual kernels have no {part}"
+        return f"the tangent kernels have no {part}"
     followed = call.learns or call.transformed or call.tangent
     if followed and call.prior is not None and call.prior.tensors():
-        return "the dual kernels have no derivative in a prior that is a tensor"
+        return "the tangent kernels have no derivative in a prior that is a tensor"
     if call.beyond_second:
-        return "the dual kernels have first and second derivatives, one of them forward at most"
+        return "the tangent kernels have first and second derivatives, one of them forward at most"
     return None
 
 
@@ -250,7 +250,7 @@ class _Rate(NamedTuple):
 #   cuda    the same on an H200, bfloat16, 16k tokens in 16 heads of 64, 256 to 8192 keys: all four
 #           numbers of sdpa and flex; those of reference and blocked are estimates. A call there
 #           takes the longer of what the host and the device need; the starts are a compromise.
-#           triton: normal scores at 16,384 keys; dual: 8,192 keys; their starts are estimates.
+#           triton: normal scores at 16,384 keys; tangent: 8,192 keys; their starts are estimates.
 _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cpu", False): {
         "reference": _Rate(0.0, 10e3),
@@ -274,7 +274,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "flex": _Rate(320.0, 0.7, 1.2, 10.0),
         "flex with a table": _Rate(2300.0, 0.7, 8.0, 10.0),
         "triton": _Rate(150.0, 2.6),
-        "dual": _Rate(100.0, 2.0),
+        "tangent": _Rate(100.0, 2.0),
     },
     ("cuda", True): {
         "reference": _Rate(400.0, 50.0, 8.0),
@@ -284,7 +284,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "flex": _Rate(1200.0, 2.5, 3.3, 10.0),
         "flex with a table": _Rate(4000.0, 2.5, 300.0, 10.0),
         "triton": _Rate(400.0, 4.4),
-        "dual": _Rate(300.0, 9.0),
+        "tangent": _Rate(300.0, 9.0),
     },
 }
 _ONE_PIECE = 1 << 16
@@ -380,12 +380,12 @@ def _triton_cost(call: CallFacts) -> float:
     return _cost(call, "triton", visited)
 
 
-def _dual_cost(call: CallFacts) -> float:
+def _tangent_cost(call: CallFacts) -> float:
     """Infinite where torch's own kernels serve, which are quicker without tangents."""
     if call.device != "cuda" or not (call.tangent or call.twice):
         return math.inf
     visited, _ = _visited(call, _FLEX_ROWS)
-    return _cost(call, "dual", visited)
+    return _cost(call, "tangent", visited)
 
 
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:
@@ -429,7 +429,7 @@ BACKENDS = {
         Backend("sdpa", _sdpa, _without_weights(sdpa.attend), _sdpa_cost),
         Backend("flex", _flex, _without_weights(flex.attend), _flex_cost),
         Backend("triton", _triton, _without_weights(entmax_triton.attend), _triton_cost),
-        Backend("dual", _dual, _without_weights(dual.attend), _dual_cost),
+        Backend("tangent", _tangent, _without_weights(tangent.attend), _tangent_cost),
     )
 }
 

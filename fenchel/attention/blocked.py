@@ -128,11 +128,16 @@ class _Call:
         return outputs
 
     def tile_jvp(
-        self, tile: Tile, q: Tensor, k: Tensor, at: Sequence[Tensor], moves: Sequence[Tensor | None]
+        self,
+        tile: Tile,
+        q: Tensor,
+        k: Tensor,
+        at: Sequence[Tensor],
+        tangents: Sequence[Tensor | None],
     ) -> Tensor:
-        """The derivative of one tile along moves of its q, k, v alone, as in derivative.py."""
+        """The derivative of one tile along tangents of its q, k, v alone, as in derivative.py."""
         block = tile.block(q, k)
-        (q_t, k_t, v_t, *tensors), (dq, dk, dv, *_) = at, moves
+        (q_t, k_t, v_t, *tensors), (dq, dk, dv, *_) = at, tangents
         spec = self.spec.with_tensors(tensors)
         choice = select(spec.choice, tile.batch, tile.heads, tile.rows)
         log_prior = None if spec.prior is None else spec.prior.dense(block, q_t.dtype)
@@ -142,9 +147,9 @@ class _Call:
         dz = [] if dq is None else [score(dq, k_t, 1.0)]
         dz += [] if dk is None else [score(q_t, dk, 1.0)]
         if dz:
-            move, slope = sum(dz[1:], dz[0]), cap_slope(z, spec.softcap)
-            move = move if slope is None else move * slope
-            terms.append(mix(choice.jacobian_product(p, move), v_t))
+            dz_sum, slope = sum(dz[1:], dz[0]), cap_slope(z, spec.softcap)
+            dz_sum = dz_sum if slope is None else dz_sum * slope
+            terms.append(mix(choice.jacobian_product(p, dz_sum), v_t))
         return sum(terms[1:], terms[0])
 
     def tile_vjp(self, tile: Tile, q: Tensor, k: Tensor, count: int) -> Function:
@@ -205,17 +210,19 @@ class _Attend(VmapByElement):
         return None, *grads, *((None,) * (len(ctx.needs_input_grad) - 1 - len(grads)))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, None]:
         _, _, q, k, v, *tensors = ctx.saved_tensors
         cut = tiles(q, k, ctx.call.spec.prior)
 
         def pieces() -> Iterator[Tensor]:
             for tile in cut:
-                at, move = ((*_parts(tile, xs[:3]), *xs[3:]) for xs in ((q, k, v, *tensors), moves))
-                if ctx.call.dropout or any(x is not None for x in moves[3:]):
-                    yield _jvp(ctx.call.tile(tile, q, k), at, move)
+                at, tangent = (
+                    (*_parts(tile, xs[:3]), *xs[3:]) for xs in ((q, k, v, *tensors), tangents)
+                )
+                if ctx.call.dropout or any(x is not None for x in tangents[3:]):
+                    yield _jvp(ctx.call.tile(tile, q, k), at, tangent)
                 else:
-                    yield ctx.call.tile_jvp(tile, q, k, at, move)
+                    yield ctx.call.tile_jvp(tile, q, k, at, tangent)
 
         with without_autocast(q):
             return join_rows(cut, pieces()), None
@@ -263,17 +270,17 @@ class _Reverse(VmapByElement):
             return None, None, join_rows(cut, of_g), None, None, *second
 
     @staticmethod
-    def jvp(ctx: Any, _call: None, _learns: None, *moves: Tensor | None) -> Any:
+    def jvp(ctx: Any, _call: None, _learns: None, *tangents: Tensor | None) -> Any:
         g, _, _, q, k, v, *tensors = ctx.saved_tensors
-        dg, _, _, dq, dk, dv, *rest = moves
+        dg, _, _, dq, dk, dv, *rest = tangents
         cut = tiles(q, k, ctx.call.spec.prior)
 
         def pieces() -> Iterator[Sequence[Tensor]]:
             for tile in cut:
                 at = (tile.queries(g), *_parts(tile, (q, k, v)), *tensors)
                 first = None if dg is None else tile.queries(dg)
-                move = (first, *_parts(tile, (dq, dk, dv)), *rest)
-                yield _jvp(ctx.call.tile_vjp(tile, q, k, ctx.count), at, move)
+                tangent = (first, *_parts(tile, (dq, dk, dv)), *rest)
+                yield _jvp(ctx.call.tile_vjp(tile, q, k, ctx.count), at, tangent)
 
         with without_autocast(g):
             return join_gradients(cut, pieces(), k.shape[2])
@@ -319,13 +326,13 @@ def _parts(tile: Tile, qkv: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
     )
 
 
-def _jvp(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> Any:
-    """The derivative of f at ``at`` along the moves that are not None.
+def _jvp(f: Function, at: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Any:
+    """The derivative of f at ``at`` along the tangents that are not None.
 
     J dx is the gradient of <J^T u, dx> in u: two reverse products, since torch cannot begin a
     forward derivative inside another one.
     """
-    moving = [i for i, move in enumerate(moves) if move is not None]
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
     def of_moving(*moved: Tensor) -> Any:
         args = list(at)
@@ -336,7 +343,7 @@ def _jvp(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> A
     out, pull = vjp(of_moving, *(at[i] for i in moving))[:2]
     zero = tuple(map(torch.zeros_like, out)) if isinstance(out, tuple) else torch.zeros_like(out)
     push = vjp(pull, zero)[1]
-    return push(tuple(moves[i] for i in moving))[0]
+    return push(tuple(tangents[i] for i in moving))[0]
 
 
 def _add_mixed_(into: Tensor, p: Tensor, g: Tensor) -> None:

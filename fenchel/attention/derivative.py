@@ -34,7 +34,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from fenchel.attention import dual, entmax_triton
+from fenchel.attention import entmax_triton, tangent
 from fenchel.attention.attend import attend
 from fenchel.attention.backends import BACKENDS, describe
 from fenchel.attention.reference import cap_slope, logits, mix, mix_transposed, score
@@ -77,39 +77,39 @@ class SelfGradients(NamedTuple):
     W_V: Tensor
 
 
-def attend_dual(
+def attend_with_tangent(
     qkv: tuple[Tensor, Tensor, Tensor],
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     **spec: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """``attend(q, k, v, **spec)`` and its derivative along ``moves``; None is a move of 0.
+    """``attend(q, k, v, **spec)`` and its derivative along ``tangents``; None is 0.
 
-    Softmax on a GPU takes one pass for both (dual.py), in O(T + S) memory; one derivative can be
-    taken of the result, in q, k, v and in the moves. Elsewhere it is ``attend`` and ``attend_jvp``.
+    Softmax on a GPU takes one pass for both (tangent.py), in O(T + S) memory; one derivative can be
+    taken of the result, in q, k, v and in the tangents. Elsewhere: ``attend`` and ``attend_jvp``.
 
     >>> import torch
     >>> q = torch.eye(2).view(1, 1, 2, 2)
-    >>> attend_dual((q, q, q), (None, None, q), scale=0.0)[1][0, 0]
+    >>> attend_with_tangent((q, q, q), (None, None, q), scale=0.0)[1][0, 0]
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
-    _check_moves(qkv, moves)
+    _check_tangents(qkv, tangents)
     call = AttentionSpec(**spec)
     q, k, v = _four_axes(*qkv)
-    if _kernels_serve(q, k, v, call) and any(dx is not None for dx in moves):
-        tq, tk, tv = (None if dx is None else four_axes(dx) for dx in moves)
-        o, to = dual.attend_dual(q, k, v, (tq, tk, tv), call)
+    if _kernels_serve(q, k, v, call) and any(dx is not None for dx in tangents):
+        tq, tk, tv = (None if dx is None else four_axes(dx) for dx in tangents)
+        o, to = tangent.attend_with_tangent(q, k, v, (tq, tk, tv), call)
         lead = qkv[0].shape[:-1]
         return o.reshape(*lead, -1), to.reshape(*lead, -1)
-    return attend(*qkv, **call), attend_jvp(qkv, moves, **call).total
+    return attend(*qkv, **call), attend_jvp(qkv, tangents, **call).total
 
 
 def attend_jvp(
     qkv: tuple[Tensor, Tensor, Tensor],
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     **spec: Unpack[AttentionKeywords],
 ) -> Move:
-    """The derivative of ``attend(q, k, v, **spec)`` along ``moves``; None is a move of 0.
+    """The derivative of ``attend(q, k, v, **spec)`` along ``tangents``; None is 0.
 
     >>> import torch
     >>> q = torch.eye(2).view(1, 1, 2, 2)
@@ -117,22 +117,22 @@ def attend_jvp(
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
-    _check_moves(qkv, moves)
+    _check_tangents(qkv, tangents)
     call = AttentionSpec(**spec)
     q, k, v = _four_axes(*qkv)
     axes, scale = qkv[0].shape[:-2], call.scale_for(q.shape[-1])
-    dq, dk, dv = (None if dx is None else four_axes(dx) for dx in moves)
+    dq, dk, dv = (None if dx is None else four_axes(dx) for dx in tangents)
     if _kernels_serve(q, k, v, call):
         nothing = v.new_zeros(*q.shape[:3], v.shape[-1]).reshape(*axes, -1, v.shape[-1])
         parts = (
-            dual.attend_dual(q, k, v, part, call)[1].reshape(nothing.shape)
+            tangent.attend_with_tangent(q, k, v, part, call)[1].reshape(nothing.shape)
             if any(dx is not None for dx in part)
             else nothing
             for part in ((dq, dk, None), (None, None, dv))
         )
         return Move(*parts)
     if _entmax_kernels_serve(q, k, v, (dq, dk, dv), call):
-        choosing, values = entmax_triton.tangents(q, k, v, (dq, dk, dv), call)
+        choosing, values = entmax_triton.jvp(q, k, v, (dq, dk, dv), call)
         lead = (*axes, q.shape[2], v.shape[3])
         return Move(choosing.reshape(lead), values.reshape(lead))
     z, log_u = logits(q, k, call)
@@ -208,21 +208,21 @@ def self_attention_vjp(
     return SelfGradients(gq @ W_Q.mT + gk @ W_K.mT + gv @ W_V.mT, gW_Q, gW_K, gW_V)
 
 
-def _check_moves(
-    qkv: tuple[Tensor, Tensor, Tensor], moves: tuple[Tensor | None, Tensor | None, Tensor | None]
+def _check_tangents(
+    qkv: tuple[Tensor, Tensor, Tensor], tangents: tuple[Tensor | None, Tensor | None, Tensor | None]
 ) -> None:
-    for x, dx in zip(qkv, moves, strict=True):
+    for x, dx in zip(qkv, tangents, strict=True):
         if dx is not None and dx.shape != x.shape:
             raise ValueError(
-                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
+                f"a tangent has its tensor's shape; got {tuple(dx.shape)} for {tuple(x.shape)}."
             )
 
 
 def _kernels_serve(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
-    """Whether the kernels of dual.py serve the call, with one reverse derivative left."""
+    """Whether the kernels of tangent.py serve the call, with one reverse derivative left."""
     facts = describe(q, k, v, spec)
     prior = spec.prior
-    if facts.tangent or facts.transformed or BACKENDS["dual"].why_not(facts) is not None:
+    if facts.tangent or facts.transformed or BACKENDS["tangent"].why_not(facts) is not None:
         return False
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -233,12 +233,12 @@ def _entmax_kernels_serve(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     spec: AttentionSpec,
 ) -> bool:
     """Whether the kernels of entmax_triton.py serve a call on a GPU that nothing differentiates."""
     facts = describe(q, k, v, spec)
-    followed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in moves)
+    followed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tangents)
     if facts.device != "cuda" or facts.compiling or facts.gradient or followed:
         return False
     if BACKENDS["triton"].why_not(facts) is not None:

@@ -6,7 +6,7 @@ as one ``Band``. beta and the scale are one factor of the scores; a beta
 that is a tensor multiplies the queries, and learns there.
 
 One derivative: in reverse by ``attend``, where a second one raises and tangents and transforms of
-torch.func are refused by name, and along moves by ``tangents``, which ``attend_jvp`` calls. Under
+torch.func are refused by name, and along tangents by ``jvp``, which ``attend_jvp`` calls. Under
 torch.compile the kernels are two operations that it does not trace.
 """
 
@@ -55,20 +55,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     return out
 
 
-def tangents(
+def jvp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """The derivative along moves by cause: (choosing, values) of ``derivative.Move``.
+    """The derivative along tangents by cause: (choosing, values) of ``derivative.Move``.
 
     Nothing is recorded for autograd: not for tensors that require a gradient.
     """
     from fenchel.kernels.entmax_attention import attend_entmax, attend_entmax_jvp
 
-    dq, dk, dv = moves
+    dq, dk, dv = tangents
     alpha, factor, sign = _numbers(spec, q)
     if sign is not None:
         q, dq = q * sign, None if dq is None else dq * sign

@@ -107,6 +107,11 @@ class Choice(ABC):
     def spread(self, p: Tensor) -> Tensor:
         """s = 1 / omega''(p) on the support, 0 off it, in float32 or better: (..., K)."""
 
+    @property
+    def spread_falls(self) -> bool | Tensor:
+        """Whether the spread falls with the weight, and is unbounded as that tends to 0."""
+        return False
+
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
         """omega(y) - omega(p) - omega'(p) (y - p) for y near p > 0, elementwise.
 

@@ -303,6 +303,11 @@ class Entmax(Choice):
         """p^(2 - alpha) on the support."""
         return spread(float32_or_better(p), self.alpha)
 
+    @property
+    def spread_falls(self) -> bool | Tensor:
+        """Above alpha = 2."""
+        return self.alpha > 2.0
+
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
         """J v at the scores that gave ``p``: (..., K) -> (..., K)."""
         wide = float32_or_better(p)

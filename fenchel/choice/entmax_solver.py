@@ -24,9 +24,10 @@ decreases from t = 1 towards the root and never below it, with no bracket, sort 
 alternative enters the support; the same step is confined between two bounds and replaced by their
 midpoint when it leaves them or stalls. There p = u^r has an infinite slope at u = 0, and a light
 weight is lost in the rounding of y + t: with alpha = 4 and eps of float32, an error of eps in u is
-one of 5e-3 in p. ``lightest`` therefore measures t from the kink c = -y_j of the last alternative j
-in the support, with the weight e of j as the unknown, u_i = (y_i + c) + e^(1/r). As a function of e
-each u_i^r is a norm of (e, (y_i + c)^r), convex, and Newton's method decreases to the root again.
+one of 5e-3 in p. ``threshold_above_kink`` therefore measures t from the kink c = -y_j of the last
+alternative j in the support, with the weight e of j as the unknown, u_i = (y_i + c) + e^(1/r). As a
+function of e each u_i^r is a norm of (e, (y_i + c)^r), convex, and Newton's method decreases to the
+root again.
 
 ``bisect`` is the reference of both: slow, simple, and certain to converge.
 
@@ -40,8 +41,8 @@ the interpreter lock and took two to seven times as long.) Where few entries can
 (those within 1 / (alpha - 1) of the largest), they are packed into a narrow table, and all steps of
 the threshold are made there.
 
-Shapes: y is (N, K) and d is (N, 1), except in ``bisect``, ``log_u`` and ``powers``, which take any
-shape. Every row of y has its largest entry at 0.
+Shapes: y is (N, K) and d is (N, 1), except in ``bisect``, ``log_u`` and ``tsallis_weights``, which
+take any shape. Every row of y has its largest entry at 0.
 """
 
 from collections.abc import Iterator
@@ -68,12 +69,12 @@ def bisect(y: Tensor, alpha: float | Tensor) -> Tensor:
     low = high * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
     for _ in range(10):
         middle = (low * high).sqrt()
-        heavy = powers(y + (middle - start), alpha).sum(-1, keepdim=True) >= 1.0
+        heavy = tsallis_weights(y + (middle - start), alpha).sum(-1, keepdim=True) >= 1.0
         low, high = torch.where(heavy, low, middle), torch.where(heavy, middle, high)
     low, high = low - start, high - start
     for _ in range(60 if y.dtype == torch.float64 else 30):
         middle = 0.5 * (low + high)
-        heavy = powers(y + middle, alpha).sum(-1, keepdim=True) >= 1.0
+        heavy = tsallis_weights(y + middle, alpha).sum(-1, keepdim=True) >= 1.0
         low, high = torch.where(heavy, low, middle), torch.where(heavy, middle, high)
     return high
 
@@ -92,7 +93,7 @@ def log_u(w: Tensor, alpha: float | Tensor) -> Tensor:
     return torch.where(alpha < 1.5, w.clamp(min=-1.0).log1p(), w.clamp(min=0.0).log())
 
 
-def powers(w: Tensor, alpha: float | Tensor) -> Tensor:
+def tsallis_weights(w: Tensor, alpha: float | Tensor) -> Tensor:
     """u^r for w = y + d, elementwise."""
     return (log_u(w, alpha) / (alpha - 1.0)).exp()
 
@@ -103,7 +104,7 @@ def threshold(y: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor]) -> 
     return _newton_from_above(y, alpha, work) if small else _bracketed(y, alpha)
 
 
-def above(y: Tensor, t: Tensor, out: Tensor) -> Tensor:
+def excess(y: Tensor, t: Tensor, out: Tensor) -> Tensor:
     """u = (y + t)_+, written into ``out``."""
     return torch.add(y, t, out=out).clamp_(min=0.0)
 
@@ -157,7 +158,7 @@ def _step(
         f, g = _sums(y, d, alpha)
         f.mul_(each)
         return (f - f.pow(2.0 - alpha)).div_(g.mul_(each))
-    u = above(y, d, work[0])
+    u = excess(y, d, work[0])
     if alpha == 2.0:
         count = torch.sign(u, out=work[1]).sum(-1, keepdim=True)
         return u.sum(-1, keepdim=True).sub_(1.0 / each).div_(count)
@@ -186,7 +187,7 @@ def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
     return bisect(y, alpha)
 
 
-def lightest(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+def threshold_above_kink(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
     """(c, d - c) to more digits than d has, (N, 1) each: c is the last kink up to d, for alpha > 2.
 
     Rows whose alpha is 2 or less return (0, d).
@@ -345,9 +346,9 @@ def _write_weights(y: Tensor, alpha: float | Tensor, out: Tensor, work: Tensor) 
     """The weights of rows whose largest entry is 0, written into ``out``."""
     c, d = _threshold_from(y, alpha, (out, work))
     if isinstance(alpha, Tensor) or alpha not in (1.5, 2.0):
-        out.copy_(powers(y + c + d, alpha))
+        out.copy_(tsallis_weights(y + c + d, alpha))
     else:
-        above(y, d, out)
+        excess(y, d, out)
         if alpha == 1.5:
             out.square_()
     out.div_(out.sum(-1, keepdim=True))
@@ -359,7 +360,7 @@ def _threshold_from(
     """(c, d) with u = origin + (y + c) + d, where c = 0 up to alpha = 2."""
     d = threshold(y, alpha, work)
     if bool((alpha > 2.0).any()) if isinstance(alpha, Tensor) else alpha > 2.0:
-        return lightest(y, d, alpha)
+        return threshold_above_kink(y, d, alpha)
     return torch.zeros_like(d), d
 
 

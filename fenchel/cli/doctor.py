@@ -98,15 +98,15 @@ def backends() -> dict[str, str]:
     """Which back end serves which kind of call here, and why the others do not."""
     import torch
 
-    from fenchel.attention import AttentionSpec, Causal, selected, serves
+    from fenchel.attention import AttentionSpec, Causal, backend_support, selected_backend
     from fenchel.choice import MAPS, by_name
 
     q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
     rows = {}
     for name in MAPS:
         call = AttentionSpec(choice=by_name(name), prior=Causal())
-        answers = {"auto": selected(q, q, q, **call)} | {
-            backend: reason or "yes" for backend, reason in serves(q, q, q, **call).items()
+        answers = {"auto": selected_backend(q, q, q, **call)} | {
+            backend: reason or "yes" for backend, reason in backend_support(q, q, q, **call).items()
         }
         rows[name] = "; ".join(f"{backend}: {answer}" for backend, answer in answers.items())
     return rows

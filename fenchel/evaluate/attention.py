@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import HeadHealth, Health, attend, health_per_head
-from fenchel.attention.measure import pack_weights
 from fenchel.attention.spec import AttentionCall
+from fenchel.attention.statistics import pack_weights
 from fenchel.data import Ids, TextTokenizer
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating

@@ -8,7 +8,7 @@ Rows. For query i, with z = scale q k^T under its soft cap, p = choice.weights(z
     first        p_i0                              itself        p_ii
     distance     sum_j p_ij |i - j|                columns       sum_i p_ij, one number per key
 
-``overlap`` compares heads: 1 for two with the same weights, 0 for two that share no key. Memory is
+``head_similarity`` is 1 for two heads with the same weights, 0 for two that share no key. Memory is
 O(n d): at most ``_BLOCK`` weights at a time, on a GPU ``_GPU_BLOCK``.
 
 Sensitivity. With o = attend(q, k, v) of one head, sigma in q, k, v and all three together is the
@@ -31,7 +31,7 @@ from fenchel.attention import AttentionCall
 from fenchel.attention.prior import PriorSelection
 from fenchel.attention.tiles import row_tiles, score_tiles
 from fenchel.inspection.linearisation import strip
-from fenchel.inspection_result import Head, Interval, Method, Spread
+from fenchel.inspection_result import Head, Interval, Method, Quantiles
 from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
 from fenchel.sensitivity.bounds.covariance import terms
@@ -90,7 +90,7 @@ def row_weights(call: AttentionCall, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def overlap(call: AttentionCall) -> Tensor:
+def head_similarity(call: AttentionCall) -> Tensor:
     """Similarity of two heads: mean over rows of sum_j sqrt(p_ij p'_ij), (H, H), 1 for equal ones.
 
     Rows without an open key are left out.
@@ -152,7 +152,7 @@ def _at_least_one(keys: slice) -> slice:
 
 _WEIGHTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the heads measured together
 _CAUSES = {"q": "query", "k": "key", "v": "mixing"}
-_SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
+_QUANTILES = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
 
 
 class Sensitivities(NamedTuple):
@@ -203,7 +203,7 @@ def heads(
     T, S = call.q.shape[2], call.k.shape[2]
     budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
     together = max(1, budget // (T * S))
-    alike = overlap(call).fill_diagonal_(-1.0).cpu()
+    alike = head_similarity(call).fill_diagonal_(-1.0).cpu()
     for first in range(0, len(chosen), together):
         batch = chosen[first : first + together]
         part = select_heads(call, batch)
@@ -257,9 +257,9 @@ def sensitivities(
 def _nearest_head(alike: Tensor) -> dict[str, Any]:
     """The most similar of the other heads, by its number from 1."""
     if len(alike) < 2:
-        return {"nearest_head": None, "overlap": 0.0}
+        return {"nearest_head": None, "similarity": 0.0}
     best = alike.max(0)
-    return {"nearest_head": int(best.indices) + 1, "overlap": float(best.values)}
+    return {"nearest_head": int(best.indices) + 1, "similarity": float(best.values)}
 
 
 def _head(
@@ -271,34 +271,34 @@ def _head(
     bound: float,
     top: list[float],
 ) -> Head:
-    numbers = {name: getattr(stats, name)[place] for name in _SPREADS if name != "effective"}
+    numbers = {name: getattr(stats, name)[place] for name in _QUANTILES if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
     most = stats.columns[place].max(0)
     dominant = max("qkv", key=lambda name: sigma[name].lower)
     return Head(
         layer=layer,
         head=head,
-        **{name: spread(numbers[name]) for name in _SPREADS},
+        **{name: quantiles(numbers[name]) for name in _QUANTILES},
         first=float(stats.first[place].mean()),
         itself=float(stats.itself[place].mean()),
         distance=float(stats.distance[place].mean()),
         column=float(most.values),
         column_token=int(most.indices),
         nearest_head=None,
-        overlap=0.0,
+        similarity=0.0,
         sigma=sigma,
         top=top,
         dominant=_CAUSES[dominant],
         bound=bound,
-        rows={name: numbers[name].tolist() for name in _SPREADS},
+        rows={name: numbers[name].tolist() for name in _QUANTILES},
     )
 
 
-def spread(x: Tensor) -> Spread:
+def quantiles(x: Tensor) -> Quantiles:
     """Quantiles and mean of the numbers that are not nan."""
     x = x[~x.isnan()].double()
     if not len(x):
-        return Spread(*(float("nan"),) * 6)
+        return Quantiles(*(float("nan"),) * 6)
     places = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=x.dtype, device=x.device)
     least, low, median, high, most = torch.quantile(x, places).tolist()
-    return Spread(least, low, median, high, most, float(x.mean()))
+    return Quantiles(least, low, median, high, most, float(x.mean()))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionCall
-from fenchel.attention.measure import pack_weights
+from fenchel.attention.statistics import pack_weights
 from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count

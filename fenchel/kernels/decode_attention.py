@@ -5,11 +5,11 @@
     z_s  = scale q . keys_s              over the present slots
     o    = sum_s p_s values_s,           p = softmax(z), or entmax of z at alpha
 
-n, the number of the token (one for all rows, or one per row), and ``fill``, the number of padding
-slots before a sequence, are read from device memory, so that the same launch serves every token.
-Token t is in slot R - 1 - t mod R (generation/cuda_graph.py), so the present slots are the last
-min(n + 1, R) of the R, except the fill. The position of the token is n - fill. A row with fill > n
-has no token: nothing is written to its cache and its output is zero.
+n, the number of the token (one for all rows, or one per row), and ``padding``, the number of
+padding slots before a sequence, are read from device memory, so that the same launch serves every
+token. Token t is in slot R - 1 - t mod R (generation/cuda_graph.py), so the present slots are the
+last min(n + 1, R) of the R, except the padding. The position of the token is n - padding. A row
+with padding > n has no token: nothing is written to its cache and its output is zero.
 
 **int8 cache.** keys = c n with n of one byte and one float32 c per slot and head, as in
 generation/kv_cache.py, and values likewise. The factors leave both sums:
@@ -65,7 +65,7 @@ Rotated entries are rounded where fenchel/attention/rotary.py rounds; scores, th
 are in float32, and weights are rounded to the dtype of q before they meet the values.
 
 Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), their scales (B, G, R) in an int8 cache,
-cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and fill (B,) of int64, o (B, H D).
+cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and padding (B,) of int64, o (B, H D).
 D is 256 at most (WIDEST_HEAD of generation/cuda_graph.py).
 """
 
@@ -123,7 +123,7 @@ class DecodePosition(NamedTuple):
     """The number of the newest token, (1,) or (B,), and of padding slots per sequence (B,)."""
 
     token: Tensor
-    fill: Tensor
+    padding: Tensor
 
 
 class CacheTensors(NamedTuple):
@@ -143,7 +143,7 @@ class CacheTensors(NamedTuple):
 def attend_decode(
     qkv_BC: Tensor,
     cache: CacheTensors,
-    place: DecodePosition,
+    position: DecodePosition,
     o_BC: Tensor,
     *,
     angles: tuple[Tensor, Tensor] | None,
@@ -163,11 +163,11 @@ def attend_decode(
     dense = cache.key_scales is None
     most = R if tokens is None else min(tokens, R)
     if splits is None and alpha == 1.0 and dense and one_per_head(B * G, most):
-        _launch_per_head(qkv_BC, cache, place, o_BC, angles, scale)
+        _launch_per_head(qkv_BC, cache, position, o_BC, angles, scale)
         return
     splits = split_count(B * G, R) if splits is None else splits
     cos, sin = angles or (None, None)
-    inputs = qkv_BC, cos, sin, *cache, place.token, place.fill
+    inputs = qkv_BC, cos, sin, *cache, position.token, position.padding
     sizes = {
         "H": H,
         "G": G,
@@ -175,7 +175,7 @@ def attend_decode(
         # An int8 cache meets two rows of bytes per query, and 32 bytes per product.
         "GROUP": max(ROWS.value // (1 if dense else 2), triton.next_power_of_2(H // G)),
         "BLOCK": max(16 if dense else 32, triton.next_power_of_2(D)),
-        "PER_ROW": int(len(place.token) > 1),
+        "PER_ROW": int(len(position.token) > 1),
         # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
         "WIDEN": qkv_BC.device.type == "cpu",
     }
@@ -209,7 +209,6 @@ def attend_decode(
         page_tops = new(B * H, pages, dtype=torch.float32)
         highest, tau = (new(B * H, dtype=torch.float32) for _ in range(2))
         listed, listed_by_group = (new(x, pages, dtype=torch.int32) for x in (B * H, B * G))
-        position = place.token, place.fill
         _split_scores[grid](
             *inputs,
             scores,
@@ -298,7 +297,7 @@ def padded_slots(R: int) -> int:
 def _launch_per_head(
     qkv_BC: Tensor,
     cache: CacheTensors,
-    place: DecodePosition,
+    position: DecodePosition,
     o_BC: Tensor,
     angles: tuple[Tensor, Tensor] | None,
     scale: float,
@@ -312,8 +311,8 @@ def _launch_per_head(
         sin,
         cache.keys,
         cache.values,
-        place.token,
-        place.fill,
+        position.token,
+        position.padding,
         o_BC,
         R,
         scale,
@@ -322,7 +321,7 @@ def _launch_per_head(
         D=D,
         BLOCK=max(16, triton.next_power_of_2(D)),
         SLOTS=min(SLOTS, max(16, triton.next_power_of_2(R))),
-        PER_ROW=int(len(place.token) > 1),
+        PER_ROW=int(len(position.token) > 1),
         num_warps=WARPS,
         **overlap(qkv_BC),
     )
@@ -348,11 +347,11 @@ def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_slots(  # type: ignore[no-untyped-def]
-    keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS: tl.constexpr, D: tl.constexpr
+    keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS: tl.constexpr, D: tl.constexpr
 ):
     """Keys and values of the slots from ``start`` on, and which of them are present."""
     slot = start + tl.arange(0, SLOTS)
-    there = (slot >= oldest) & (slot < R) & (slot != place) & (R - 1 - slot >= fill)
+    there = (slot >= oldest) & (slot < R) & (slot != newest) & (R - 1 - slot >= padding)
     at = slot[:, None] * D + d[None, :]
     mask = there[:, None] & (d < D)[None, :]
     keys = tl.load(keys_ptr + at, mask=mask, other=0.0)
@@ -368,7 +367,7 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     keys_ptr,
     values_ptr,
     token_ptr,
-    fill_ptr,
+    padding_ptr,
     o_ptr,
     R,
     scale,
@@ -388,11 +387,11 @@ def _attend_decode(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
-    fill = tl.load(fill_ptr + b).to(tl.int32)
-    place = R - 1 - n % R
+    padding = tl.load(padding_ptr + b).to(tl.int32)
+    newest = R - 1 - n % R
     if cos_ptr is not None:
-        cos_ptr += tl.maximum(n - fill, 0) * D
-        sin_ptr += tl.maximum(n - fill, 0) * D
+        cos_ptr += tl.maximum(n - padding, 0) * D
+        sin_ptr += tl.maximum(n - padding, 0) * D
 
     qkv_ptr += b * (H + 2 * G) * D
     q = _load_rotated(qkv_ptr + h * D, d, d < D, cos_ptr, sin_ptr, D)
@@ -401,9 +400,9 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     base = (b * G + g).to(tl.int64) * R * D
     keys_ptr += base
     values_ptr += base
-    if (h % (H // G) == 0) & (n >= fill):
-        tl.store(keys_ptr + place * D + d, k, mask=d < D)
-        tl.store(values_ptr + place * D + d, v, mask=d < D)
+    if (h % (H // G) == 0) & (n >= padding):
+        tl.store(keys_ptr + newest * D + d, k, mask=d < D)
+        tl.store(values_ptr + newest * D + d, v, mask=d < D)
     q = q.to(tl.float32) * scale
     own = tl.sum(q * k.to(tl.float32), 0)
 
@@ -413,13 +412,13 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     mix = tl.zeros((SLOTS, BLOCK), tl.float32)
     start = oldest // SLOTS * SLOTS
     keys, values, there = _load_slots(
-        keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
+        keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS, D
     )
     while start < R:
         start += SLOTS
         # loaded before the previous block is used, so that only the first load is waited for
         next_keys, next_values, next_there = _load_slots(
-            keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
+            keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS, D
         )
         z = tl.sum(keys.to(tl.float32) * q[None, :], 1)
         z = tl.where(there, z, -float("inf"))
@@ -434,17 +433,17 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     fade, p = tl.exp(top - highest), tl.exp(own - highest)
     o = tl.sum(mix * fade[:, None], 0) + p * v.to(tl.float32)
     o /= tl.sum(total * fade, 0) + p
-    o = tl.where(n >= fill, o, 0.0)
+    o = tl.where(n >= padding, o, 0.0)
     tl.store(o_ptr + tl.program_id(0) * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _present_slots(token_ptr, fill_ptr, b, R, PER_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The token's number, fill and slot, and the run of slots that hold the tokens of a row."""
+def _present_slots(token_ptr, padding_ptr, b, R, PER_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token's number, padding and slot, and the run of slots that hold the tokens of a row."""
     n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
-    fill = tl.load(fill_ptr + b).to(tl.int32)
+    padding = tl.load(padding_ptr + b).to(tl.int32)
     first = tl.maximum(R - 1 - n, 0)
-    return n, fill, R - 1 - n % R, first, tl.maximum(R - fill, first)
+    return n, padding, R - 1 - n % R, first, tl.maximum(R - padding, first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -511,8 +510,8 @@ def _newest(  # type: ignore[no-untyped-def]
     b,
     g,
     n,
-    fill,
-    place,
+    padding,
+    newest,
     padded,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -526,8 +525,8 @@ def _newest(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
     if cos_ptr is not None:
-        cos_ptr += tl.maximum(n - fill, 0) * D
-        sin_ptr += tl.maximum(n - fill, 0) * D
+        cos_ptr += tl.maximum(n - padding, 0) * D
+        sin_ptr += tl.maximum(n - padding, 0) * D
     qkv_ptr += b.to(tl.int64) * (H + 2 * G) * D
     inside = (m < H // G)[:, None] & (d < D)[None, :]
     heads_ptr = qkv_ptr + (g * (H // G) + m[:, None]) * D
@@ -541,15 +540,15 @@ def _newest(  # type: ignore[no-untyped-def]
     if key_scales_ptr is not None:
         k, ks = _quantise(k)
         v, vs = _quantise(v)
-    if (tl.program_id(1) == 0) & (n >= fill):
+    if (tl.program_id(1) == 0) & (n >= padding):
         stored = keys_ptr.dtype.element_ty
-        tl.store(keys_ptr + place * D + d, k.to(stored), mask=d < D)
+        tl.store(keys_ptr + newest * D + d, k.to(stored), mask=d < D)
         if key_scales_ptr is None:
-            tl.store(values_ptr + place * D + d, v.to(stored), mask=d < D)
+            tl.store(values_ptr + newest * D + d, v.to(stored), mask=d < D)
         else:
-            tl.store(values_ptr + d * padded + place, v.to(stored), mask=d < D)
-            tl.store(key_scales_ptr + place, ks)
-            tl.store(value_scales_ptr + place, vs)
+            tl.store(values_ptr + d * padded + newest, v.to(stored), mask=d < D)
+            tl.store(key_scales_ptr + newest, ks)
+            tl.store(value_scales_ptr + newest, vs)
     if key_scales_ptr is not None:
         k *= ks
         v *= vs
@@ -638,7 +637,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     key_scales_ptr,
     value_scales_ptr,
     token_ptr,
-    fill_ptr,
+    padding_ptr,
     mix_ptr,
     total_ptr,
     top_ptr,
@@ -664,7 +663,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    n, padding, newest, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
     begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
@@ -683,8 +682,8 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         b,
         g,
         n,
-        fill,
-        place,
+        padding,
+        newest,
         padded,
         H,
         G,
@@ -694,7 +693,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     )
     # Scores in base 2. The first split starts from the newest token, the others from nothing.
     scale *= LOG2_E
-    own = (tl.program_id(1) == 0) & (n >= fill)
+    own = (tl.program_id(1) == 0) & (n >= padding)
     top = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
     top = tl.where(own, top, FLOOR)
     total = tl.where(own, 1.0, tl.zeros((GROUP,), tl.float32))
@@ -708,7 +707,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     for page in tl.range(begin, end, num_stages=STAGES):
         at = page * SLOTS
         slot = at + tl.arange(0, SLOTS)
-        there = (slot >= first) & (slot < last) & (slot != place)
+        there = (slot >= first) & (slot < last) & (slot != newest)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
@@ -776,7 +775,7 @@ def _split_scores(  # type: ignore[no-untyped-def]
     key_scales_ptr,
     value_scales_ptr,
     token_ptr,
-    fill_ptr,
+    padding_ptr,
     scores_ptr,
     page_tops_ptr,
     R,
@@ -802,7 +801,7 @@ def _split_scores(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    n, padding, newest, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
     begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
@@ -821,8 +820,8 @@ def _split_scores(  # type: ignore[no-untyped-def]
         b,
         g,
         n,
-        fill,
-        place,
+        padding,
+        newest,
         padded,
         H,
         G,
@@ -842,12 +841,12 @@ def _split_scores(  # type: ignore[no-untyped-def]
     for page in tl.range(begin, end, num_stages=STAGES):
         slot = page * SLOTS + tl.arange(0, SLOTS)
         present = (slot >= first) & (slot < last)
-        there = present & (slot != place)
+        there = present & (slot != newest)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         s = _products(q, keys, q_scales, GROUP, SLOTS)
         if key_scales_ptr is not None:
             s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
-        s = tl.where((slot == place)[None, :], own[:, None], s)
+        s = tl.where((slot == newest)[None, :], own[:, None], s)
         s = tl.where(present[None, :], s, -float("inf"))
         mask = (m < H // G)[:, None] & (slot >= 0)[None, :]
         tl.store(scores_ptr + row[:, None] * (pages * SLOTS) + slot[None, :], s, mask)
@@ -891,7 +890,7 @@ def _threshold(  # type: ignore[no-untyped-def]
     highest_ptr,
     tau_ptr,
     token_ptr,
-    fill_ptr,
+    padding_ptr,
     R,
     pages,
     H: tl.constexpr,
@@ -908,8 +907,8 @@ def _threshold(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    _n, _fill, _place, first, last = _present_slots(
-        token_ptr, fill_ptr, tl.program_id(0) // H, R, PER_ROW
+    _n, _padding, _newest_slot, first, last = _present_slots(
+        token_ptr, padding_ptr, tl.program_id(0) // H, R, PER_ROW
     )
     begin, end = _present_pages(first, last, SLOTS)
     scores_ptr += row * pages * SLOTS
@@ -979,7 +978,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
     tau_ptr,
     listed_ptr,
     token_ptr,
-    fill_ptr,
+    padding_ptr,
     mix_ptr,
     total_ptr,
     R,
@@ -1008,7 +1007,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    _n, _fill, _place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    _n, _padding, _newest_slot, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
     begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64)
     if value_scales_ptr is None:

@@ -8,7 +8,7 @@ With x = scale beta q k^T + log u, rate = alpha - 1 in (0, 1] and r = 1 / rate, 
     gp = g v^T,        gx = s (gp - <g, C>)
     gq = scale beta gx k,       gk = scale beta gx^T q,       gv = p^T g
 
-and along moves dq, dk, dv, with dx = scale beta (dq k^T + q dk^T) and h = sum_j s_j dx_j,
+and along tangents dq, dk, dv, with dx = scale beta (dq k^T + q dk^T) and h = sum_j s_j dx_j,
 
     do = choosing + values,     choosing = sum_j s_j dx_j v_j - h C,     values = sum_j p_j dv_j
 
@@ -41,7 +41,7 @@ block of queries, those of k and v over the transposed list of a block of keys, 
 one after another. No atomic operations: bits repeat.
 
 **Cost** in products of T x S x D, with a, b, s the parts of tiles kept after A, while in B, and in
-the end: forward 1 + a + b + ... + 3 s, backward 7 s, along moves 5 s after a forward pass.
+the end: forward 1 + a + b + ... + 3 s, backward 7 s, along tangents 5 s after a forward pass.
 
 **Masks.** Position i = t + S - T of query t sees keys from i - left to i + right that lie in
 [start, end) of its sequence. Tiles that no mask cuts are visited without one: in every list the
@@ -284,17 +284,17 @@ def attend_entmax_jvp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     saved: Saved,
     alpha: float,
     factor: float,
     band: Band,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(choosing, values), the parts of the derivative along moves of q, k, v; None is 0."""
+    """(choosing, values), the parts of the derivative along tangents of q, k, v; None is 0."""
     B, H = q.shape[:2]
-    dq, dk, dv = (None if x is None else x.to(q.dtype) for x in moves)
+    dq, dk, dv = (None if x is None else x.to(q.dtype) for x in tangents)
     if dv is not None and not (dq is None and dk is None) and max(q.shape[-1], v.shape[-1]) > 64:
-        # Two sums of such width, the scores and their moves do not fit into registers.
+        # Two sums of such width, the scores and their tangents do not fit into registers.
         choosing, _ = attend_entmax_jvp(q, k, v, (dq, dk, None), saved, alpha, factor, band)
         _, values = attend_entmax_jvp(q, k, v, (None, None, dv), saved, alpha, factor, band)
         return choosing, values
@@ -306,7 +306,7 @@ def attend_entmax_jvp(
             x.zero_()
         return choosing, values
     q, k, v = map(_unit_stride, (q, k, v))
-    # Moves are laid out as what moves, so that one set of strides serves both.
+    # Tangents are laid out as their tensors, so that one set of strides serves both.
     dq, dk, dv = (
         None if dx is None else dx if dx.stride() == x.stride() else torch.empty_like(x).copy_(dx)
         for x, dx in ((q, dq), (k, dk), (v, dv))

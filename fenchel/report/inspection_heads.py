@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fenchel.inspection_result import Head, Inspection, Spread
+from fenchel.inspection_result import Head, Inspection, Quantiles
 from fenchel.report.html import Html, Section, heat_map, heat_values, picture, table
 from fenchel.report.inspection_blocks import span_edges, span_titles
 from fenchel.report.measures import HEAD, format_value, head_name, measures_table
@@ -19,7 +19,7 @@ class RowMeasure(NamedTuple):
 
     key: str
     """Its name in ``Head.rows``."""
-    spread: Callable[[Head], Spread]
+    quantiles: Callable[[Head], Quantiles]
     name: str
     about: str
     bend: str = ""
@@ -132,8 +132,8 @@ def _row_table(heads: Sequence[Head]) -> Html:
     names = [f"{one.name}, {end}" for one in ROW_MEASURES for end in ("5 %", "50 %", "95 %")]
     rows = []
     for head in heads:
-        spreads = [one.spread(head) for one in ROW_MEASURES]
-        ends = (end for spread in spreads for end in (spread.low, spread.median, spread.high))
+        of_rows = [one.quantiles(head) for one in ROW_MEASURES]
+        ends = (end for x in of_rows for end in (x.low, x.median, x.high))
         rows.append((head_name(head), *map(format_value, ends)))
     caption = "Quantiles over queries; --json --rows has every query"
     return table(("head", *names), rows, caption=caption)

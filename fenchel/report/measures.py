@@ -157,7 +157,7 @@ HEAD: tuple[Measure[Head], ...] = (
     Measure("nearest head", lambda h: h.nearest_head and str(h.nearest_head)),
     Measure(
         "similarity",
-        lambda h: h.overlap,
+        lambda h: h.similarity,
         "Overlap of the weights with the most similar head of the layer; 1 is equal.",
     ),
     _sigma("q", "queries", "query"),

@@ -119,9 +119,8 @@ class _Head(NamedTuple):
 
 def bounded(choice: Choice) -> bool:
     """Whether this choice has finite bounds here."""
-    if isinstance(choice, Entmax):
-        return bool(torch.as_tensor(choice.alpha <= 2.0).all())
-    return isinstance(choice, Softmax | Sparsemax)
+    falls = bool(torch.as_tensor(choice.spread_falls).any())
+    return isinstance(choice, Entmax | Softmax | Sparsemax) and not falls
 
 
 def head_bounds(x: Projections, out: Tensor | None, spec: AttentionSpec, ball: Ball) -> HeadBounds:

@@ -16,7 +16,7 @@ scores, z = c tanh(scale q k^T / c), dz before J and gz after it take the factor
 ``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
 ``self_attention_jacobian`` is the derivative in X for q = X W_Q, k = X W_K, v = X W_V. With
 ``each`` the operator is a batch, one per sequence and head; without, one operator for all of them.
-On a GPU, softmax in float32 goes through the kernels of fenchel/attention/dual.py where the
+On a GPU, softmax in float32 goes through the kernels of fenchel/attention/tangent.py where the
 weights do not fit in one block: no block of them is written to memory.
 Forward and reverse come from the same two lines of algebra, so the identity
 <J v, u> = <v, J^T u> tests one against the other.
@@ -40,10 +40,10 @@ from torch import Tensor
 
 from fenchel.attention import AttentionSpec
 from fenchel.attention.backends import BACKENDS, describe
-from fenchel.attention.dual import JacobianKernels
 from fenchel.attention.reference import full_precision
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords
+from fenchel.attention.tangent import JacobianKernels
 from fenchel.sensitivity.bounds.covariance import Terms, factors_of, projection_errors, terms
 from fenchel.sensitivity.operator import Operator, Space
 from fenchel.sensitivity.rounding import lengths, outward
@@ -225,7 +225,7 @@ class AttentionJacobian(Operator):
         q, k, v = (
             x.view(*self.rows.lead, *x.shape[1:]) for x in (self.rows.q, self.rows.k, self.v)
         )
-        if BACKENDS["dual"].why_not(describe(q, k, v, self.rows.spec)) is not None:
+        if BACKENDS["tangent"].why_not(describe(q, k, v, self.rows.spec)) is not None:
             return None
         return JacobianKernels(q, k, v, self.rows.spec)
 

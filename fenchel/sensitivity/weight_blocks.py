@@ -164,7 +164,7 @@ class WeightBlocks:
         for block in self:
             e = errors[:, block.rows].unsqueeze(-1).clamp(max=350.0)
             p, grown, share = block.p, torch.exp(2.0 * e), torch.expm1(2.0 * e)
-            s = flat(spread(choice, p.view(*self.lead, *p.shape[1:])))
+            s = flat(curvature(choice, p.view(*self.lead, *p.shape[1:])))
             p_max, s_max = ((w + _TINY) * grown for w in (p, s))
             p_off, s_off = (w * share + _TINY for w in (p, s))
             p_max, s_max = p_max.clamp(max=1.0), s_max.clamp(max=scale)
@@ -184,8 +184,7 @@ class WeightBlocks:
         )
         p_max, p_min = p_max.clamp(0.0, 1.0), p_min.clamp(0.0, 1.0)
         s, ends = choice.spread(p), [choice.spread(p_max), choice.spread(p_min)]
-        # Above alpha = 2 the spread falls with the weight, and is unbounded as that tends to 0.
-        falls = torch.as_tensor(getattr(choice, "alpha", 2.0) > 2.0)
+        falls = torch.as_tensor(choice.spread_falls)
         ends[1] = torch.where(falls & (p_max > 0) & (p_min == 0), torch.inf, ends[1])
         s_max, s_min = torch.maximum(*ends), torch.minimum(*ends)
         s_max, s_min = torch.maximum(s_max, s), torch.minimum(s_min, s)
@@ -225,7 +224,7 @@ class WeightBlocks:
         tile, choice = scored.tile, self.spec.choice
         slope = cap_slope(scored.z, self.spec.softcap)  # before the prior is added to the scores
         weights = self._weights(scored)
-        p, s = flat(weights), flat(spread(choice, weights))
+        p, s = flat(weights), flat(curvature(choice, weights))
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
         slope = None if slope is None else flat(slope)
@@ -327,7 +326,7 @@ def repeat_heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
     return x if G == H else x.repeat_interleave(H // G, dim)
 
 
-def spread(choice: Choice, p: Tensor) -> Tensor:
+def curvature(choice: Choice, p: Tensor) -> Tensor:
     """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
     s, scale = choice.spread(p), choice.score_scale
     if not isinstance(scale, Tensor) and scale == 1.0:

@@ -33,7 +33,7 @@ from fenchel.attention.spec import SOFTMAX
 from fenchel.choice import Choice
 from fenchel.sensitivity.attention_jacobian import self_attention_jacobian
 from fenchel.sensitivity.golub_kahan import spectral_norm
-from fenchel.sensitivity.weight_blocks import spread
+from fenchel.sensitivity.weight_blocks import curvature
 
 
 class Witness(NamedTuple):
@@ -152,7 +152,7 @@ def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, T
     z = A.new_zeros(1, 1, n, n)
     log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
     p = choice.weights(z, log_prior)[0, 0]
-    s = spread(choice, p)
+    s = curvature(choice, p)
     off = s - s.diagonal().diag()  # token i itself stays at 0
     room = off.sum(-1) - _imbalance(off).square() / s.sum(-1).clamp(min=1e-300)
     best = int(room.argmax())
@@ -211,7 +211,7 @@ def _spread_rows(
     """sum over the other rows of their squared leading constants when u^T A u = 0."""
     z = A.new_zeros(1, 1, n, n)
     log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
-    s = spread(choice, choice.weights(z, log_prior)[0, 0])
+    s = curvature(choice, choice.weights(z, log_prior)[0, 0])
     mean = (s @ e) / s.sum(-1).clamp(min=1e-300)
     # Row j moves by s_ji (0 - mean_j) e_j (u^T A w) t^2 along W_V^T u.
     moves = s[:, row] * mean * e * turn

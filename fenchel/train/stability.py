@@ -44,10 +44,10 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention.mask import Segments
-from fenchel.attention.measure import head_entropy
 from fenchel.attention.prior import Dense, Prior
 from fenchel.attention.shapes import check
 from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.statistics import head_entropy
 from fenchel.attention.tiles import score_tiles
 from fenchel.data import Batch
 from fenchel.train.config import TrainConfig

@@ -20,8 +20,8 @@ from fenchel.attention import (
     Window,
     attend,
     attend_jvp,
+    backend_support,
     linear_attend,
-    serves,
     trace,
 )
 from fenchel.attention.backends import BACKENDS
@@ -319,11 +319,11 @@ def test_a_learned_prior_learns_in_both_back_ends(qkv: QKV) -> None:
 
 
 def test_each_back_end_gives_its_reason(qkv: QKV) -> None:
-    reasons = serves(*qkv)
+    reasons = backend_support(*qkv)
     assert [name for name in BACKENDS if reasons[name] is None] == list(BACKENDS)[:4]
     assert "entmax, not Softmax" in (reasons["triton"] or "")
-    assert "GPU" in (reasons["dual"] or "")
-    answer = serves(*qkv, choice=Entmax(1.5))
+    assert "GPU" in (reasons["tangent"] or "")
+    answer = backend_support(*qkv, choice=Entmax(1.5))
     assert answer["reference"] is None
     assert "Entmax" in (answer["sdpa"] or "")
     with pytest.raises(ValueError, match="fused kernels compute softmax, not Entmax"):
@@ -430,7 +430,7 @@ def test_a_mask_tensor_is_understood_as_torch_understands_it(qkv: QKV, draw) -> 
             torch.testing.assert_close(ours, torch.nan_to_num(theirs))
     both = attend(q, k, v, prior=Causal() + masks[0])
     torch.testing.assert_close(both, attend(q, k, v, prior=Causal() + Dense(masks[0])))
-    assert serves(q, k, v, prior=masks[0])["sdpa"] is None
+    assert backend_support(q, k, v, prior=masks[0])["sdpa"] is None
     with pytest.raises(ValueError, match=r"got \(4, 7\) of torch.int64; mask.bool\(\) may attend"):
         attend(q, k, v, prior=masks[0].long())
     with pytest.raises(ValueError, match="does not broadcast"):

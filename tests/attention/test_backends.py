@@ -97,7 +97,7 @@ def test_each_fact_refuses_those_it_should(change: dict, refused: dict[str, str]
         reason = backend.why_not(call)
         if name in refused:
             assert refused[name] in (reason or "")
-        elif name not in ("triton", "dual"):  # which have tests of their own
+        elif name not in ("triton", "tangent"):  # which have tests of their own
             assert reason is None
 
 

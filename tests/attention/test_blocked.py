@@ -28,9 +28,9 @@ def both(make, learned: list[Tensor], order: int) -> None:
         slopes = torch.autograd.grad(out.square().sum(), learned, create_graph=order == 2)
         if order == 2:
             slopes = torch.autograd.grad(sum(x.square().sum() for x in slopes), learned)
-        moves = tuple(torch.cos(torch.arange(x.numel()).to(x)).view_as(x) for x in learned)
+        tangents = tuple(torch.cos(torch.arange(x.numel()).to(x)).view_as(x) for x in learned)
         _, tangent = torch.func.jvp(
-            lambda *x, b=backend: make(*x, b), tuple(x.detach() for x in learned), moves
+            lambda *x, b=backend: make(*x, b), tuple(x.detach() for x in learned), tangents
         )
         found.append((*slopes, tangent))
         assert all(x.abs().max() > 1e-4 for x in found[-1])

@@ -46,20 +46,20 @@ def test_gradients_survive(plain, at) -> None:
 
 
 def test_tangents_inside_a_compiled_function_survive(plain, at) -> None:
-    moves = tuple(x.flip(-2) for x in at)
-    _, exact = jvp(plain, tuple(at), moves)
+    tangents = tuple(x.flip(-2) for x in at)
+    _, exact = jvp(plain, tuple(at), tangents)
     assert exact.abs().max() > 0.1
-    inside = compiled(lambda at, moves: jvp(plain, at, moves)[1])(tuple(at), moves)
+    inside = compiled(lambda at, tangents: jvp(plain, at, tangents)[1])(tuple(at), tangents)
     torch.testing.assert_close(inside, exact, atol=1e-5, rtol=1e-5)
 
 
 def test_tangents_through_a_compiled_function_survive(plain, at) -> None:
-    moves = tuple(x.flip(-2) for x in at)
-    _, exact = jvp(plain, tuple(at), moves)
+    tangents = tuple(x.flip(-2) for x in at)
+    _, exact = jvp(plain, tuple(at), tangents)
 
     def tangent(f) -> Tensor | None:
         with forward_ad.dual_level():
-            out = f(*map(forward_ad.make_dual, at, moves))
+            out = f(*map(forward_ad.make_dual, at, tangents))
             return forward_ad.unpack_dual(out).tangent
 
     if TANGENTS_ENTER_GRAPHS:

@@ -23,7 +23,7 @@ from fenchel.attention import (
     Window,
     attend,
     backends,
-    dual,
+    tangent,
     tiles,
 )
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
@@ -58,9 +58,9 @@ CLAIMS = [
     Claim(  # in Triton's interpreter: one map and one grouping
         "triton", [Entmax(1.5)], False, False, transforms=False, groups=(2,), dtype=torch.float32
     ),
-    Claim("dual", [Softmax(1.7)], True, True, groups=(2,), dtype=torch.float32),
+    Claim("tangent", [Softmax(1.7)], True, True, groups=(2,), dtype=torch.float32),
 ]
-INTERPRETED = "triton", "dual"
+INTERPRETED = "triton", "tangent"
 PAIRS = [(claim, choice) for claim in CLAIMS for choice in claim.choices]
 every_pair = pytest.mark.parametrize(
     ("claim", "choice"), PAIRS, ids=[f"{claim.backend}-{choice}" for claim, choice in PAIRS]
@@ -93,7 +93,7 @@ def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_CACHED", 50)
     monkeypatch.setattr(tiles, "_FEWEST_ROWS", 3)
     monkeypatch.setattr(backends, "_ONE_PIECE", 0)
-    monkeypatch.setattr(dual, "runs_on", lambda _: True)  # in the interpreter
+    monkeypatch.setattr(tangent, "runs_on", lambda _: True)  # in the interpreter
 
 
 def inputs(G: int = 3, T: int = T, S: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -157,32 +157,32 @@ def test_tangents_are_right_or_refused_and_never_silently_zero(
     claim: Claim, choice: Choice, prior: Prior | None
 ) -> None:
     at = [x.detach() for x in inputs(2, dtype=claim.dtype)]
-    moves = draw_like(*at)
+    tangents = draw_like(*at)
     f = call(claim, choice, prior)
-    if claim.backend == "dual" and isinstance(prior, Dense):
+    if claim.backend == "tangent" and isinstance(prior, Dense):
         with pytest.raises(ValueError, match="no derivative in a prior that is a tensor"):
-            jvp(f, tuple(at), moves)
+            jvp(f, tuple(at), tangents)
         return
     if not claim.tangents:
         with pytest.raises(ValueError, match="cannot carry tangents"):
-            jvp(f, tuple(at), moves)
+            jvp(f, tuple(at), tangents)
         with forward_ad.dual_level(), pytest.raises(ValueError, match="cannot carry tangents"):
-            f(*map(forward_ad.make_dual, at, moves))
+            f(*map(forward_ad.make_dual, at, tangents))
         return
-    wide, wide_moves = (tuple(x.double() for x in xs) for xs in (at, moves))
+    wide, wide_tangents = (tuple(x.double() for x in xs) for xs in (at, tangents))
     near = 1e-6 if claim.dtype == torch.float64 else 5e-6
-    _, exact = jvp(lambda *x: definition(*x, choice, prior), wide, wide_moves)
-    _, ours = jvp(f, tuple(at), moves)
+    _, exact = jvp(lambda *x: definition(*x, choice, prior), wide, wide_tangents)
+    _, ours = jvp(f, tuple(at), tangents)
     torch.testing.assert_close(ours.double(), exact, atol=near, rtol=near)
     with forward_ad.dual_level():
-        out = f(*map(forward_ad.make_dual, at, moves))
+        out = f(*map(forward_ad.make_dual, at, tangents))
         carried = forward_ad.unpack_dual(out).tangent
-        only_k = f(at[0], forward_ad.make_dual(at[1], moves[1]), at[2])
+        only_k = f(at[0], forward_ad.make_dual(at[1], tangents[1]), at[2])
         tangent = forward_ad.unpack_dual(only_k).tangent
     assert carried is not None
     assert tangent is not None
     torch.testing.assert_close(carried.double(), exact, atol=near, rtol=near)
-    still = (torch.zeros_like(wide[0]), wide_moves[1], torch.zeros_like(wide[2]))
+    still = (torch.zeros_like(wide[0]), wide_tangents[1], torch.zeros_like(wide[2]))
     _, exact = jvp(lambda *x: definition(*x, choice, prior), wide, still)
     torch.testing.assert_close(tangent.double(), exact, atol=near, rtol=near)
 
@@ -230,7 +230,9 @@ def test_a_fused_kernel_refuses_a_second_derivative_aloud() -> None:
 
 @pytest.mark.parametrize(
     ("claim", "choice"),
-    [(claim, choice) for claim, choice in PAIRS if claim.backend != "dual"],  # see test_dual.py
+    [
+        (claim, choice) for claim, choice in PAIRS if claim.backend != "tangent"
+    ],  # see test_tangent.py
     ids=str,
 )
 def test_functional_transforms_agree_with_one_another(claim: Claim, choice: Choice) -> None:
@@ -374,10 +376,10 @@ def test_a_tensor_of_a_map_learns_whatever_its_name(
     slopes = torch.autograd.grad(ours(*everything), everything, g)
     torch.testing.assert_close(slopes, torch.autograd.grad(exact(*everything), everything, g))
     assert slopes[3].abs().max() > 1e-3
-    moves = draw_like(*everything)
+    tangents = draw_like(*everything)
     still = [x.detach() for x in everything]
-    _, tangent = jvp(ours, tuple(still), moves)
-    torch.testing.assert_close(tangent, jvp(exact, tuple(still), moves)[1])
+    _, tangent = jvp(ours, tuple(still), tangents)
+    torch.testing.assert_close(tangent, jvp(exact, tuple(still), tangents)[1])
 
 
 OURS = ("reference", "blocked")
@@ -387,7 +389,7 @@ OURS = ("reference", "blocked")
 @every_quick_pair
 def test_autocast_changes_no_number_of_ours(claim: Claim, choice: Choice) -> None:
     at = [x.detach().float().requires_grad_() for x in inputs(3)]
-    moves = draw_like(*at)
+    tangents = draw_like(*at)
     (g,) = draw_like(at[0].new_zeros(B, H, T, E))
     f = call(claim, choice, Causal())
 
@@ -399,9 +401,9 @@ def test_autocast_changes_no_number_of_ours(claim: Claim, choice: Choice) -> Non
             found += torch.autograd.grad(sum(x.sin().sum() for x in slopes), at)
         if claim.tangents:
             still = [x.detach() for x in at]
-            found.append(jvp(f, tuple(still), moves)[1])
+            found.append(jvp(f, tuple(still), tangents)[1])
             with forward_ad.dual_level():
-                dual = f(*map(forward_ad.make_dual, still, moves))
+                dual = f(*map(forward_ad.make_dual, still, tangents))
                 found.append(forward_ad.unpack_dual(dual).tangent)
         return [x.detach().float() for x in found]
 

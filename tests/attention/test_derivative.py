@@ -26,13 +26,13 @@ every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys(
 def test_a_move_is_the_tangent_of_autograd(
     qkv: QKV, draw, choice: Choice, prior: Prior | None
 ) -> None:
-    moves = tuple(draw(*x.shape) for x in qkv)
+    tangents = tuple(draw(*x.shape) for x in qkv)
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, choice=choice, prior=prior, scale=0.6, backend="reference")
 
-    _, tangent = torch.func.jvp(f, qkv, moves)
-    ours = attend_jvp(qkv, moves, choice=choice, prior=prior, scale=0.6)
+    _, tangent = torch.func.jvp(f, qkv, tangents)
+    ours = attend_jvp(qkv, tangents, choice=choice, prior=prior, scale=0.6)
     torch.testing.assert_close(ours.total, tangent)
 
 
@@ -93,5 +93,5 @@ def test_attention_passes_a_finite_difference_check(draw) -> None:
 
 def test_a_move_of_another_shape_is_refused(qkv: QKV) -> None:
     _, k, v = qkv
-    with pytest.raises(ValueError, match="shape of what moves"):
+    with pytest.raises(ValueError, match="its tensor's shape"):
         attend_jvp(qkv, (k, k, v), choice=Softmax())

@@ -20,7 +20,7 @@ from fenchel.attention import (
     Strided,
     Window,
     attend,
-    serves,
+    backend_support,
 )
 from fenchel.choice import Softmax
 
@@ -91,7 +91,7 @@ def test_a_mask_made_in_inference_mode_serves_training_too() -> None:
 
 def test_what_it_cannot_serve_it_refuses(qkv) -> None:
     q, k, v = qkv
-    assert "backward on a CPU" in (serves(q.requires_grad_(), k, v)["flex"] or "")
-    assert "dropout" in (serves(q.detach(), k, v, dropout=0.1)["flex"] or "")
+    assert "backward on a CPU" in (backend_support(q.requires_grad_(), k, v)["flex"] or "")
+    assert "dropout" in (backend_support(q.detach(), k, v, dropout=0.1)["flex"] or "")
     with pytest.raises(ValueError, match="FlexAttention cannot carry tangents"):
         torch.func.jvp(lambda q: attend(q, k, v, backend="flex"), (q.detach(),), (q.detach(),))

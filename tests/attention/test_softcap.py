@@ -13,9 +13,9 @@ from fenchel.attention import (
     attend_jvp,
     attend_vjp,
     attention_weights,
+    backend_support,
     backends,
     health,
-    serves,
     tiles,
     trace,
 )
@@ -64,10 +64,10 @@ def test_values_and_derivatives_are_those_of_the_definition(
 
     torch.testing.assert_close(ours(*at), exact(*at))
     torch.testing.assert_close(twice(ours), twice(exact), atol=1e-6, rtol=1e-6)
-    moves = tuple(x.detach().flip(2) for x in at)
+    tangents = tuple(x.detach().flip(2) for x in at)
     still = tuple(x.detach() for x in at)
     torch.testing.assert_close(
-        jvp(ours, still, moves)[1], jvp(exact, still, moves)[1], atol=1e-6, rtol=1e-6
+        jvp(ours, still, tangents)[1], jvp(exact, still, tangents)[1], atol=1e-6, rtol=1e-6
     )
 
 
@@ -75,10 +75,10 @@ def test_values_and_derivatives_are_those_of_the_definition(
 def test_the_explicit_derivatives_include_the_cap(
     qkv: tuple[Tensor, Tensor, Tensor], choice: Choice
 ) -> None:
-    moves = tuple(x.flip(2) for x in qkv)
+    tangents = tuple(x.flip(2) for x in qkv)
     settings = {"choice": choice, "prior": Causal(), "scale": 0.6, "softcap": C}
-    out, move = jvp(lambda *x: attend(*x, **settings, backend="reference"), qkv, moves)
-    torch.testing.assert_close(attend_jvp(qkv, moves, **settings).total, move)
+    out, move = jvp(lambda *x: attend(*x, **settings, backend="reference"), qkv, tangents)
+    torch.testing.assert_close(attend_jvp(qkv, tangents, **settings).total, move)
     at = [x.clone().requires_grad_() for x in qkv]
     slopes = torch.autograd.grad(attend(*at, **settings), at, out)
     torch.testing.assert_close(attend_vjp(qkv, out, **settings)[:3], slopes)
@@ -116,10 +116,10 @@ def test_a_learned_temperature_comes_after_the_cap(qkv: tuple[Tensor, Tensor, Te
 
 
 def test_back_ends_without_a_soft_cap_give_their_reason(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    why = serves(*qkv, softcap=C)
+    why = backend_support(*qkv, softcap=C)
     assert why["sdpa"] == "torch's fused kernels have no soft-cap"
     assert why["reference"] is why["blocked"] is why["flex"] is None
-    warm = serves(*qkv, softcap=C, choice=Softmax(torch.tensor(1.0)))
+    warm = backend_support(*qkv, softcap=C, choice=Softmax(torch.tensor(1.0)))
     assert "temperature" in (warm["blocked"] or "")
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="softcap is a finite number above 0"):

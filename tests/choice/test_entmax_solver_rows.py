@@ -9,7 +9,7 @@ from torch import Tensor
 from fenchel.choice import entmax_solver
 from fenchel.choice.base import centred
 from fenchel.choice.entmax import spread, tsallis
-from fenchel.choice.entmax_solver import bisect, powers
+from fenchel.choice.entmax_solver import bisect, tsallis_weights
 
 
 def scores(scale: float) -> Tensor:
@@ -23,7 +23,7 @@ def scores(scale: float) -> Tensor:
 def reference(x: Tensor, alpha: float | Tensor) -> Tensor:
     top = x.amax(-1, keepdim=True)
     y = (alpha - 1.0) * (x - torch.where(top.isinf(), 0.0, top))
-    p = powers(y + bisect(y, alpha), alpha)
+    p = tsallis_weights(y + bisect(y, alpha), alpha)
     return torch.where(top.isinf(), 0.0, p / p.sum(-1, keepdim=True))
 
 

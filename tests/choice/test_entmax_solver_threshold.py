@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fenchel.choice import entmax_solver as module
-from fenchel.choice.entmax_solver import _step, bisect, origin, powers, threshold
+from fenchel.choice.entmax_solver import _step, bisect, origin, threshold, tsallis_weights
 
 ALPHAS = [1.001, 1.1, 1.5, 1.75, 2.0, 2.0001, 3.0, 4.0]
 
@@ -54,7 +54,7 @@ def solve(y: Tensor, alpha: float | Tensor) -> Tensor:
 
 
 def weights(y: Tensor, d: Tensor, alpha: float | Tensor) -> Tensor:
-    p = powers(y + d, alpha)
+    p = tsallis_weights(y + d, alpha)
     return p / p.sum(-1, keepdim=True)
 
 

@@ -9,7 +9,7 @@ from torch.autograd.functional import jacobian
 
 from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Prior, attend
 from fenchel.choice import Choice, Entmax, Softmax
-from fenchel.inspection.heads import heads, row_stats, select_heads, sensitivities, spread
+from fenchel.inspection.heads import heads, quantiles, row_stats, select_heads, sensitivities
 from fenchel.inspection_result import Method
 
 H, G, T, D, E = 4, 2, 6, 3, 5
@@ -118,5 +118,5 @@ def test_a_spread_is_that_of_its_rows() -> None:
 
 
 def test_a_spread_leaves_out_what_is_not_there() -> None:
-    found = spread(torch.tensor([1.0, torch.nan, 3.0]))
+    found = quantiles(torch.tensor([1.0, torch.nan, 3.0]))
     assert (found.least, found.median, found.most, found.mean) == (1.0, 2.0, 3.0, 2.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Padding, Prior, Window
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.inspection import heads as inspected
-from fenchel.inspection.heads import overlap, row_stats, row_weights
+from fenchel.inspection.heads import head_similarity, row_stats, row_weights
 
 H, G, T, D = 4, 2, 9, 5
 
@@ -87,9 +87,9 @@ def test_heads_overlap_by_the_roots_of_their_weights(monkeypatch: pytest.MonkeyP
     c = call(Causal(), Sparsemax())
     p = dense(c)[2]
     wanted = torch.einsum("hij,gij->hg", p.sqrt(), p.sqrt()) / T
-    close(overlap(c), wanted)
+    close(head_similarity(c), wanted)
     twins = c._replace(q=c.q[:, :1].expand(1, H, T, D), k=c.k[:, :1])
-    close(overlap(twins), torch.ones(H, H, dtype=torch.float64))
+    close(head_similarity(twins), torch.ones(H, H, dtype=torch.float64))
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:

@@ -79,7 +79,7 @@ def test_chosen_heads_are_measured_as_among_all(save: Save, text: Path) -> None:
     for head in some.heads:
         same = next(h for h in all_.heads if (h.layer, h.head) == (head.layer, head.head))
         assert same.entropy == head.entropy
-        assert (same.nearest_head, same.overlap) == (head.nearest_head, head.overlap)
+        assert (same.nearest_head, same.similarity) == (head.nearest_head, head.similarity)
         assert head.nearest_head not in (None, head.head)
         assert same.sigma["qkv"].lower == pytest.approx(head.sigma["qkv"].lower, rel=0.05)
     assert some.network is None

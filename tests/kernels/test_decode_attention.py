@@ -1,5 +1,5 @@
-"""kernels/decode_attention.py against rotate and attend in float64, with the slots and the fill of
-generation/cuda_graph.py.
+"""kernels/decode_attention.py against rotate and attend in float64, with the slots and the padding
+of generation/cuda_graph.py.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     qkv: Tensor
     cached: tuple[Tensor, Tensor]
-    place: DecodePosition
+    position: DecodePosition
     rotation: Angles | None
     wanted: Tensor
     newest: tuple[Tensor, Tensor]
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 def case(
     R: int,
     numbers: tuple[int, ...],
-    fill: tuple[int, ...],
+    padding: tuple[int, ...],
     *,
     heads: tuple[int, int] = (6, 2),
     D: int = 8,
@@ -75,20 +75,20 @@ def case(
     for b in range(B):
         n = numbers[b % len(numbers)]
         q, k, v = qkv[b].view(1, H + 2 * G, 1, D).split([H, G, G], 1)
-        if rotation is not None and n >= fill[b]:
-            here = Angles(*(t[n - fill[b]] for t in rotation))
+        if rotation is not None and n >= padding[b]:
+            here = Angles(*(t[n - padding[b]] for t in rotation))
             q, k = rotate(q, here), rotate(k, here)
         # Tokens 0 to n in order, and the same in their slots; arbitrary numbers elsewhere.
         keys, values = (draw(1, G, n + 1, D, seed=s + 3 * b) for s in (1, 2))
         keys[:, :, n:], values[:, :, n:] = k, v
-        present = torch.arange(min(n, max(0, n + 1 - R, fill[b])), n)
+        present = torch.arange(min(n, max(0, n + 1 - R, padding[b])), n)
         for cache, source, new in zip(cached, (keys, values), newest, strict=True):
             cache[b, :, R - 1 - present % R] = source[0, :, present]
             new[b] = source[0, :, n]
-        if n < fill[b]:
+        if n < padding[b]:
             continue
         token = torch.arange(n + 1)
-        forbidden = (token < fill[b]) | (token <= n - R)
+        forbidden = (token < padding[b]) | (token <= n - R)
         log_prior = torch.zeros(1, 1, 1, n + 1).masked_fill(forbidden, -torch.inf).double()
         if round_to is not None:
             keys, values = round_to(keys), round_to(values)
@@ -102,8 +102,8 @@ def case(
             backend="reference",
         )
         wanted[b] = o.reshape(H * D)
-    place = DecodePosition(torch.tensor(numbers), torch.tensor(fill))
-    return Case(qkv, cached, place, rotation, wanted, newest)
+    position = DecodePosition(torch.tensor(numbers), torch.tensor(padding))
+    return Case(qkv, cached, position, rotation, wanted, newest)
 
 
 def run(
@@ -118,21 +118,23 @@ def run(
         padding = padded_slots(v.shape[2]) - v.shape[2]
         v = torch.nn.functional.pad(v.transpose(2, 3), (0, padding), value=99)
         cache = CacheTensors(*(x.to(device) for x in (k, v, ks.squeeze(-1), vs.squeeze(-1))))
-    place = DecodePosition(*(x.to(device) for x in case.place))
+    position = DecodePosition(*(x.to(device) for x in case.position))
     at = None
     if case.rotation is not None:
         at = (case.rotation.cos.to(dtype).to(device), case.rotation.sin.to(dtype).to(device))
-    attend_decode(case.qkv.to(dtype).to(device), cache, place, o, angles=at, scale=SCALE, **options)
+    attend_decode(
+        case.qkv.to(dtype).to(device), cache, position, o, angles=at, scale=SCALE, **options
+    )
     return o.float().cpu(), cache
 
 
 @pytest.mark.parametrize(("D", "rotates"), [(8, True), (6, False)], ids=["rotary", "no rotary"])
 @pytest.mark.parametrize("splits", [None, 2], ids=["per head", "split"])
-@pytest.mark.parametrize(("R", "numbers", "fill"), PLACES)
+@pytest.mark.parametrize(("R", "numbers", "padding"), PLACES)
 def test_a_query_attends_to_every_present_token(
     R: int,
     numbers: tuple[int, ...],
-    fill: tuple[int, ...],
+    padding: tuple[int, ...],
     splits: int | None,
     rotates: bool,
     D: int,
@@ -141,21 +143,21 @@ def test_a_query_attends_to_every_present_token(
 ) -> None:
     for name in ("SLOTS", "PAGE", "MULTIPLE"):
         monkeypatch.setattr(decode_attention, name, 16)  # several blocks of so few slots
-    drawn = case(R, numbers, fill, heads=(4, 2), D=D, rotates=rotates)
+    drawn = case(R, numbers, padding, heads=(4, 2), D=D, rotates=rotates)
     o, cache = run(drawn, device, splits=splits)
     torch.testing.assert_close(o, drawn.wanted, atol=1e-5, rtol=1e-5)
     for after, before, new in zip(cache, drawn.cached, drawn.newest, strict=False):
         assert after is not None
         for b in range(B):
             n = numbers[b % len(numbers)]
-            if n >= fill[b]:  # the newest is stored, and nothing else
+            if n >= padding[b]:  # the newest is stored, and nothing else
                 before[b, :, R - 1 - n % R] = new[b]
         torch.testing.assert_close(after.cpu(), before)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0, 1.3])
 @pytest.mark.parametrize(
-    ("heads", "splits", "place"),
+    ("heads", "splits", "position"),
     [((2, 2), 1, 2), ((4, 2), 3, 5), ((3, 1), 2, 3), ((2, 1), 2, 6)],
     ids=["MHA", "GQA", "window", "a row without a token"],
 )
@@ -163,14 +165,14 @@ def test_every_map_and_ratio_of_heads(
     alpha: float,
     heads: tuple[int, int],
     splits: int,
-    place: int,
+    position: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_attention, "PAGE", SMALLEST_PAGE[device])
     monkeypatch.setattr(decode_attention, "CHUNK", 8)
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
-    drawn = case(*PLACES[place], heads=heads, choice=choice, size=2.0)
+    drawn = case(*PLACES[position], heads=heads, choice=choice, size=2.0)
     o, _ = run(drawn, device, alpha=alpha, splits=splits)
     torch.testing.assert_close(o, drawn.wanted, atol=2e-5, rtol=2e-5)
 
@@ -233,7 +235,7 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
 
 def test_the_largest_products_of_bytes_are_exact(device: str) -> None:
     """Every byte of queries and keys is 127: sums of 127^2 D, at the widest head."""
-    D, R, place = (
+    D, R, position = (
         WIDEST_HEAD,
         40,
         DecodePosition(torch.tensor([39]), torch.zeros(B, dtype=torch.long)),
@@ -245,7 +247,7 @@ def test_the_largest_products_of_bytes_are_exact(device: str) -> None:
     qkv[:, D : 2 * D], qkv[:, 2 * D :] = 0.5, values[:, 0, 0]
     n, s = quantise_int8(values)
     wanted = (4.0 * sizes).double().softmax(0) @ (n.double() * s)[:, 0]
-    drawn = Case(qkv, (keys, values), place, None, wanted, (keys, values))
+    drawn = Case(qkv, (keys, values), position, None, wanted, (keys, values))
     o, _ = run(drawn, device, int8=True, splits=1)
     torch.testing.assert_close(o.double(), wanted, rtol=1e-3, atol=1e-3)
 
@@ -282,9 +284,9 @@ def test_thresholds_of_equal_close_and_distant_scores(
     z = keys[0, 0].double() @ qkv[0, :D].double() * 0.5
     wanted = entmax.entmax_bisect(z, alpha=alpha, n_iter=100).flip(0)
     o = torch.empty(1, D, device=device)
-    place = DecodePosition(torch.tensor([R - 1]).to(device), torch.tensor([0]).to(device))
+    position = DecodePosition(torch.tensor([R - 1]).to(device), torch.tensor([0]).to(device))
     cache = CacheTensors(keys.to(device), values.to(device))
-    attend_decode(qkv.to(device), cache, place, o, angles=None, scale=0.5, alpha=alpha, splits=1)
+    attend_decode(qkv.to(device), cache, position, o, angles=None, scale=0.5, alpha=alpha, splits=1)
     tolerance = 1e-5 if size < 1e3 else 0.02  # scores of 1e4 are themselves rounded by 1e-3
     torch.testing.assert_close(o[0].double().cpu(), wanted, atol=tolerance, rtol=tolerance)
 

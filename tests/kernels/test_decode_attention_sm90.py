@@ -17,10 +17,10 @@ def attend(D, cache, alpha):
     if cache == torch.int8:
         stored[1] = new(B, G, D, R, dtype=cache)
         scales = [new(B, G, R, dtype=torch.float32) for _ in "kv"]
-    place = DecodePosition(new(1, dtype=torch.int64), new(B, dtype=torch.int64))
+    position = DecodePosition(new(1, dtype=torch.int64), new(B, dtype=torch.int64))
     angles = new(R, D), new(R, D)
     attend_decode(
-        new(B, (H + 2 * G) * D), CacheTensors(*stored, *scales), place, new(B, H * D),
+        new(B, (H + 2 * G) * D), CacheTensors(*stored, *scales), position, new(B, H * D),
         angles=angles, scale=0.1, alpha=alpha,
     )
 

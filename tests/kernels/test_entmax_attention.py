@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import jvp
 
-from fenchel.attention import ALiBi, Causal, Padding, Prior, Window, attend, attend_jvp
-from fenchel.attention.entmax_triton import tangents
+from fenchel.attention import (
+    ALiBi,
+    Causal,
+    Padding,
+    Prior,
+    Window,
+    attend,
+    attend_jvp,
+    entmax_triton,
+)
 from fenchel.attention.reference import logits
 from fenchel.attention.spec import AttentionSpec
 from fenchel.choice import Choice, Entmax, Sparsemax
@@ -126,7 +134,7 @@ def test_the_threshold_and_the_tiles_of_a_long_tailed_row(
     assert torch.equal(total, saved.hits.cpu().sum(-1))
 
 
-MOVES = {
+TANGENTS = {
     "all": Case(Entmax(1.5), Causal(), (1, 2, 1, 20, 40, 16, 12)),
     "q": Case(Sparsemax(2.0), Window(9, 4) + ALiBi(1), (1, 1, 1, 40, 45, 20, 16)),
     "v": Case(Entmax(1.3), None, (1, 1, 1, 20, 40, 16, 16)),
@@ -134,9 +142,9 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_the_derivative_along_moves_by_cause(name: str, device: str) -> None:
-    case = MOVES[name]
+@pytest.mark.parametrize("name", TANGENTS)
+def test_the_derivative_along_tangents_by_cause(name: str, device: str) -> None:
+    case = TANGENTS[name]
     B, H, G, T, S, D, E = case.sizes
     draw = torch.Generator().manual_seed(7)
     shapes = (B, H, T, D), (B, G, S, D), (B, G, S, E)
@@ -146,17 +154,19 @@ def test_the_derivative_along_moves_by_cause(name: str, device: str) -> None:
     )
     at, drawn = ([x.transpose(1, 2) for x in xs] for xs in (at, drawn))  # not contiguous
     drawn[1] = drawn[1].contiguous()
-    moves = [
+    tangents = [
         x if name == "all" or mark in name.split(",")[0] else None
         for x, mark in zip(drawn, "qkv", strict=True)
     ]
     spec = AttentionSpec(case.choice, case.prior, scale=-0.4)
-    ours = tangents(
-        *(x.to(device) for x in at), tuple(None if x is None else x.to(device) for x in moves), spec
+    ours = entmax_triton.jvp(
+        *(x.to(device) for x in at),
+        tuple(None if x is None else x.to(device) for x in tangents),
+        spec,
     )
     exact = attend_jvp(
         tuple(x.double() for x in at),
-        tuple(None if x is None else x.double() for x in moves),
+        tuple(None if x is None else x.double() for x in tangents),
         **spec,
     )
     for found, wanted in zip(ours, exact, strict=True):

@@ -18,7 +18,7 @@ TANGENTS = "attend_entmax_jvp(q, k, v, (q, k, v), saved, *call)"
 @pytest.mark.parametrize(
     ("width", "derivative", "kernels"),
     [(64, TANGENTS, ["_tangents"]), (128, BACKWARD, ["_query_gradients", "_key_gradients"])],
-    ids=["64, along moves", "128, reverse"],
+    ids=["64, along tangents", "128, reverse"],
 )
 def test_tensor_cores_are_used_and_registers_suffice(
     width: int, derivative: str, kernels: list[str]

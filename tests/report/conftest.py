@@ -321,7 +321,7 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
                 **{name: draw.random() for name in ("first", "itself", "distance", "column")},
                 "column_token": 0,
                 "nearest_head": None,
-                "overlap": 0.5,
+                "similarity": 0.5,
                 "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
                 "top": [2.0, 1.0],
                 "dominant": "mixing",

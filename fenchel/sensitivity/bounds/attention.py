@@ -94,14 +94,14 @@ from fenchel.sensitivity.rounding import (
     round_up,
     unit_size,
 )
-from fenchel.sensitivity.weight_blocks import WeightBlocks, project, spread
+from fenchel.sensitivity.weight_blocks import WeightBlocks, curvature, project
 
 _FLOOR = 1e-150  # added to lengths of entries of order 1, whose squares may have underflowed
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
     """An upper bound on ``choice.sensitivity(p)``, differentiable: (..., K) -> (...)."""
-    return _row_bound(spread(choice, p))
+    return _row_bound(curvature(choice, p))
 
 
 def _row_bound(s: Tensor) -> Tensor:

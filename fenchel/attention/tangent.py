@@ -1,23 +1,23 @@
 """Softmax attention with every first and second derivative, by kernels on a GPU.
 
-The kernels (fenchel/kernels/dual_attention.py) give the outputs o and, for moves of q, k and v,
-their tangent to = J (tq, tk, tv); and for gradients go and gto of the two,
+The kernels (fenchel/kernels/tangent_attention.py) give the outputs o and, for tangents of q, k and
+v, their tangent to = J (tq, tk, tv); and for gradients go and gto of the two,
 
-    second(go, gto) = the gradients of <go, o> + <gto, to> in q, k, v and in the moves.
+    second(go, gto) = the gradients of <go, o> + <gto, to> in q, k, v and in the tangents.
 
 All derivatives up to the second are these two products, with J the derivative of attention at
 (q, k, v) and g a gradient of o:
 
     forward              J t                                   the tangent
-    reverse              J^T g                                 second(g, none) without moves
+    reverse              J^T g                                 second(g, none) without tangents
     forward of reverse   d (J^T g) along (t, tg)               second(tg, g)
     reverse of forward   the gradients of <gto, J t>           second(0, gto)
     reverse of reverse   the gradients of <J^T g, u> = <g, J u>:
                          J u in g, and second(0, g) along u in q, k, v
 
 in O(T + S) memory. A third derivative raises. The back end is for calls that carry tangents or are
-differentiated twice by torch.func, which torch's own kernels refuse, and for whoever names it;
-``attend_dual`` is the explicit form, one pass for the outputs and their tangent.
+differentiated twice by torch.func, which torch's kernels refuse, or when requested by name;
+``attend_with_tangent`` is the explicit form, one pass for the outputs and their tangent.
 
 torch.compile does not trace these functions: it would drop their forward derivative without an
 error. A call that it traces is refused by name and served by another back end.
@@ -36,9 +36,9 @@ from fenchel.attention.shapes import VmapByElement
 from fenchel.attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from fenchel.kernels.dual_attention import Dual
+    from fenchel.kernels.tangent_attention import ForwardResult
 
-Moves = tuple[Tensor | None, Tensor | None, Tensor | None]
+QKVTangents = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of q, k and v; None is 0."""
 
 
@@ -65,11 +65,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     return out
 
 
-def attend_dual(
-    q: Tensor, k: Tensor, v: Tensor, moves: Moves, spec: AttentionSpec
+def attend_with_tangent(
+    q: Tensor, k: Tensor, v: Tensor, tangents: QKVTangents, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """(o, to) in one pass; differentiable once in q, k, v and the moves."""
-    o, to, _, _ = _Dual.apply(KernelCall(spec), q, k, v, *moves)  # type: ignore[no-untyped-call]
+    """(o, to) in one pass; differentiable once in q, k, v and the tangents."""
+    o, to, _, _ = _AttendWithTangent.apply(KernelCall(spec), q, k, v, *tangents)  # type: ignore[no-untyped-call]
     return o, to
 
 
@@ -88,45 +88,45 @@ class KernelCall:
         scale = self.spec.scale_for(q.shape[-1]) * float(self.spec.choice.beta)
         return {"scale": scale, "band": as_band(self.spec.prior, k.shape[2], q.device)}
 
-    def dual(
+    def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        moves: Moves = (None, None, None),
+        tangents: QKVTangents = (None, None, None),
         known: tuple[Tensor, Tensor] | None = None,
-    ) -> "Dual":
-        """Outputs, and their tangent along ``moves``; ``known`` are (o, lse)."""
-        from fenchel.kernels.dual_attention import Tangents, dual_attention
+    ) -> "ForwardResult":
+        """Outputs, and their tangent along ``tangents``; ``known`` are (o, lse)."""
+        from fenchel.kernels.tangent_attention import Tangents, tangent_attention
 
-        moves = _moves_of(q, moves)
-        return dual_attention(q, k, v, Tangents(*moves), known=known, **self.keywords(q, k))
+        tangents = _in_dtype_of(q, tangents)
+        return tangent_attention(q, k, v, Tangents(*tangents), known=known, **self.keywords(q, k))
 
     def vjp(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        moves: Moves,
-        found: "Dual",
+        tangents: QKVTangents,
+        found: "ForwardResult",
         go: Tensor | None,
         gto: Tensor | None,
         *,
-        of_moves: bool = True,
+        of_tangents: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of <go, o> + <gto, to> in q, k, v and in the moves that are not None."""
-        from fenchel.kernels.dual_attention import Tangents, dual_attention_vjp
+        """The gradients of <go, o> + <gto, to> in q, k, v and in the tangents that are not None."""
+        from fenchel.kernels.tangent_attention import Tangents, tangent_attention_vjp
 
-        moves = _moves_of(q, moves)
-        first, second = dual_attention_vjp(
+        tangents = _in_dtype_of(q, tangents)
+        first, second = tangent_attention_vjp(
             q,
             k,
             v,
-            Tangents(*moves),
+            Tangents(*tangents),
             found,
             go,
             gto,
-            of_tangents=of_moves,
+            of_tangents=of_tangents,
             **self.keywords(q, k),
         )
         return *first, *second
@@ -141,11 +141,11 @@ class JacobianKernels:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
         self.at, self.call = (q, k, v), KernelCall(spec)
-        self.found = self.call.dual(q, k, v)
+        self.found = self.call.forward(q, k, v)
 
-    def push(self, moves: Moves) -> Tensor:
+    def push(self, tangents: QKVTangents) -> Tensor:
         """J (tq, tk, tv): (B, H, T, E)."""
-        to = self.call.dual(*self.at, moves, (self.found.o, self.found.lse)).to
+        to = self.call.forward(*self.at, tangents, (self.found.o, self.found.lse)).to
         assert to is not None
         return to
 
@@ -159,7 +159,7 @@ class _Attend(VmapByElement):
 
     @staticmethod
     def forward(call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = call.dual(q, k, v)
+        found = call.forward(q, k, v)
         return found.o, found.lse
 
     @staticmethod
@@ -174,9 +174,9 @@ class _Attend(VmapByElement):
         return None, *_Reverse.apply(ctx.call, g, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, None]:
         q, k, v, o, lse = ctx.saved_tensors
-        to, _mu = _Tangent.apply(ctx.call, q, k, v, *moves, o, lse)  # type: ignore[no-untyped-call]
+        to, _mu = _Tangent.apply(ctx.call, q, k, v, *tangents, o, lse)  # type: ignore[no-untyped-call]
         return to, None
 
 
@@ -185,10 +185,10 @@ class _Reverse(VmapByElement):
 
     @staticmethod
     def forward(call: KernelCall, g: Tensor, *at: Tensor) -> tuple[Tensor | None, ...]:
-        from fenchel.kernels.dual_attention import Dual
+        from fenchel.kernels.tangent_attention import ForwardResult
 
         q, k, v, o, lse = at
-        found = Dual(o, None, lse, None)
+        found = ForwardResult(o, None, lse, None)
         return call.vjp(q, k, v, (None, None, None), found, g, None)[:3]
 
     @staticmethod
@@ -208,21 +208,21 @@ class _Reverse(VmapByElement):
         return None, to, *second[:3], None, None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tg: Tensor | None, *moves: Tensor | None) -> Any:
+    def jvp(ctx: Any, _: None, tg: Tensor | None, *tangents: Tensor | None) -> Any:
         g, q, k, v, o, lse = ctx.saved_tensors
-        if all(x is None for x in moves[:3]):
+        if all(x is None for x in tangents[:3]):
             return _Reverse.apply(ctx.call, tg, q, k, v, o, lse)  # type: ignore[no-untyped-call]
-        to, mu = _Tangent.apply(ctx.call, q, k, v, *moves[:3], o, lse)  # type: ignore[no-untyped-call]
-        return _Second.apply(ctx.call, q, k, v, *moves[:3], o, to, lse, mu, tg, g)[:3]  # type: ignore[no-untyped-call]
+        to, mu = _Tangent.apply(ctx.call, q, k, v, *tangents[:3], o, lse)  # type: ignore[no-untyped-call]
+        return _Second.apply(ctx.call, q, k, v, *tangents[:3], o, to, lse, mu, tg, g)[:3]  # type: ignore[no-untyped-call]
 
 
 class _Tangent(VmapByElement):
-    """(to, mu) from q, k, v, the moves, and (o, lse) of the same q, k, v."""
+    """(to, mu) from q, k, v, the tangents, and (o, lse) of the same q, k, v."""
 
     @staticmethod
     def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, Tensor | None]:
         q, k, v, tq, tk, tv, o, lse = at
-        found = call.dual(q, k, v, (tq, tk, tv), (o, lse))
+        found = call.forward(q, k, v, (tq, tk, tv), (o, lse))
         return found.to, found.mu
 
     @staticmethod
@@ -242,13 +242,13 @@ class _Tangent(VmapByElement):
         raise NotImplementedError(_NO_FORWARD_TWICE)
 
 
-class _Dual(VmapByElement):
-    """(o, to, lse, mu) from q, k, v and the moves, in one pass."""
+class _AttendWithTangent(VmapByElement):
+    """(o, to, lse, mu) from q, k, v and the tangents, in one pass."""
 
     @staticmethod
     def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, ...]:
         q, k, v, tq, tk, tv = at
-        return tuple(call.dual(q, k, v, (tq, tk, tv)))
+        return tuple(call.forward(q, k, v, (tq, tk, tv)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -268,14 +268,14 @@ class _Dual(VmapByElement):
 
 
 class _Second(VmapByElement):
-    """The gradients of <go, o> + <gto, to> in q, k, v and the moves; a move of None has none."""
+    """The gradients of <go, o> + <gto, to> in q, k, v and the tangents that are not None."""
 
     @staticmethod
     def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, ...]:
-        from fenchel.kernels.dual_attention import Dual
+        from fenchel.kernels.tangent_attention import ForwardResult
 
         q, k, v, tq, tk, tv, o, to, lse, mu, go, gto = at
-        return call.vjp(q, k, v, (tq, tk, tv), Dual(o, to, lse, mu), go, gto)
+        return call.vjp(q, k, v, (tq, tk, tv), ForwardResult(o, to, lse, mu), go, gto)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -291,15 +291,15 @@ class _Second(VmapByElement):
 
 
 _NO_THIRD = (
-    'backend "dual" has first and second derivatives; a third one needs backend="reference".'
+    'backend "tangent" has first and second derivatives; a third one needs backend="reference".'
 )
 _NO_FORWARD_TWICE = (
-    'backend "dual" has one forward derivative, and a reverse one of it; a second forward one '
+    'backend "tangent" has one forward derivative, and a reverse one of it; a second forward one '
     'needs backend="reference".'
 )
 
 
-def _moves_of(q: Tensor, moves: Moves) -> Moves:
-    """The moves in the dtype of q."""
-    tq, tk, tv = (None if x is None else x.to(q.dtype) for x in moves)
+def _in_dtype_of(q: Tensor, tangents: QKVTangents) -> QKVTangents:
+    """The tangents in the dtype of q."""
+    tq, tk, tv = (None if x is None else x.to(q.dtype) for x in tangents)
     return tq, tk, tv

@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: the steps, with the worked numbers between them."""
+"""fenchel/attention/statistics.py: the steps, with the worked numbers between them."""
 
 import torch
 

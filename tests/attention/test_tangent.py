@@ -1,4 +1,4 @@
-"""attention/dual.py: derivatives up to the second by torch.func and autograd, in the interpreter.
+"""attention/tangent.py: first and second derivatives by torch.func and autograd, interpreted.
 
 The reference is the reference back end in float64, differentiated by torch.func in the same order.
 """
@@ -23,16 +23,16 @@ from fenchel.attention import (
     Sink,
     Window,
     attend,
-    attend_dual,
     attend_jvp,
+    attend_with_tangent,
+    backend_support,
     backends,
-    dual,
-    selected,
-    serves,
+    selected_backend,
+    tangent,
 )
 from fenchel.attention.backends import BACKENDS, CallFacts, cheapest, clear_caches
 from fenchel.choice import Entmax, Softmax
-from fenchel.kernels import dual_attention as kernels
+from fenchel.kernels import tangent_attention as kernels
 from fenchel.sensitivity import attention_jacobian, self_attention_jacobian, spectral_norm
 
 TILE = kernels.Tile(32, 32, 4, 1)
@@ -42,7 +42,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def _kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dual, "runs_on", lambda _: True)
+    monkeypatch.setattr(tangent, "runs_on", lambda _: True)
     monkeypatch.setattr(kernels, "forward_tile", lambda *_, **__: TILE)
     monkeypatch.setattr(kernels, "reverse_tiles", lambda *_, **__: (TILE, TILE, None))
     clear_caches()
@@ -57,11 +57,11 @@ def draw(seed: int, T: int = 9, S: int = 11) -> Three:
     return q, k, v
 
 
-X, MOVES = draw(0), draw(1)
+X, TANGENTS = draw(0), draw(1)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v, prior=Causal(), choice=Softmax(1.3), backend="dual")
+    return attend(q, k, v, prior=Causal(), choice=Softmax(1.3), backend="tangent")
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,26 +120,26 @@ def reverse_of_reverse(f: Callable[..., Tensor], x: Three, t: Three) -> Any:
     ids=lambda f: f.__name__,
 )
 def test_derivatives_up_to_the_second_by_torch_func(derivative: Derivative) -> None:
-    near(derivative(ours, X, MOVES), derivative(exact, wide(X), wide(MOVES)))
+    near(derivative(ours, X, TANGENTS), derivative(exact, wide(X), wide(TANGENTS)))
 
 
 def test_a_second_backward_pass_and_no_third() -> None:
     x = [y.clone().requires_grad_() for y in X]
     first = torch.autograd.grad(ours(*x).sin().sum(), x, create_graph=True)
-    along = sum(((g * m).sum() for g, m in zip(first, MOVES, strict=True)), X[0].new_zeros(()))
+    along = sum(((g * m).sum() for g, m in zip(first, TANGENTS, strict=True)), X[0].new_zeros(()))
     second = torch.autograd.grad(along, x, create_graph=True)
-    near([y.detach() for y in second], reverse_of_reverse(exact, wide(X), wide(MOVES)))
+    near([y.detach() for y in second], reverse_of_reverse(exact, wide(X), wide(TANGENTS)))
     with pytest.raises(NotImplementedError, match="third one needs"):
         torch.autograd.grad(second[0].sum(), x)
 
 
 def test_dual_numbers_carry_the_tangent() -> None:
     with forward_ad.dual_level():
-        out = ours(X[0], forward_ad.make_dual(X[1], MOVES[1]), X[2])
+        out = ours(X[0], forward_ad.make_dual(X[1], TANGENTS[1]), X[2])
         found = forward_ad.unpack_dual(out).tangent
     assert found is not None
     q, k, v = wide(X)
-    near(found, jvp(lambda k: exact(q, k, v), (k,), (MOVES[1].double(),))[1])
+    near(found, jvp(lambda k: exact(q, k, v), (k,), (TANGENTS[1].double(),))[1])
 
 
 def test_vmap_runs_element_by_element() -> None:
@@ -155,13 +155,13 @@ def test_a_second_forward_derivative_is_refused_or_right(monkeypatch: pytest.Mon
     def twice(backend: str) -> Tensor:
         def moved(q: Tensor) -> Tensor:
             call = lambda q: attend(q, X[1], X[2], backend=backend)  # noqa: E731
-            out: Tensor = jvp(call, (q,), (MOVES[0],))[1]
+            out: Tensor = jvp(call, (q,), (TANGENTS[0],))[1]
             return out
 
-        out: Tensor = jvp(moved, (X[0],), (MOVES[0],))[1]
+        out: Tensor = jvp(moved, (X[0],), (TANGENTS[0],))[1]
         return out
 
-    for backend in ("dual", "blocked"):
+    for backend in ("tangent", "blocked"):
         with pytest.raises(ValueError, match=r"one (of them )?forward"):
             twice(backend)
     near(twice("auto"), twice("reference"))
@@ -179,21 +179,21 @@ def test_output_and_tangent_in_one_pass_with_gradients_of_both() -> None:
         o, to = jvp(call, x, t)
         return o, to
 
-    found = loss(X, MOVES, lambda x, t: attend_dual(x, t, prior=Causal()))
-    near(found, loss(wide(X), wide(MOVES), by_definition))
+    found = loss(X, TANGENTS, lambda x, t: attend_with_tangent(x, t, prior=Causal()))
+    near(found, loss(wide(X), wide(TANGENTS), by_definition))
 
 
 @pytest.mark.parametrize("moving", ["q", "v", "qkv"])
 def test_attend_jvp_keeps_its_two_causes_apart(
     moving: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves = tuple(m if n in moving else None for n, m in zip("qkv", MOVES, strict=True))
-    found = attend_jvp(X, moves, prior=Causal())
-    monkeypatch.setattr(dual, "runs_on", lambda _: False)
-    wanted = attend_jvp(X, moves, prior=Causal())
+    tangents = tuple(m if n in moving else None for n, m in zip("qkv", TANGENTS, strict=True))
+    found = attend_jvp(X, tangents, prior=Causal())
+    monkeypatch.setattr(tangent, "runs_on", lambda _: False)
+    wanted = attend_jvp(X, tangents, prior=Causal())
     assert float(wanted.total.abs().max()) > 0.0
     near(found, wanted)
-    near(attend_dual(X, moves, prior=Causal())[1], wanted.total)
+    near(attend_with_tangent(X, tangents, prior=Causal())[1], wanted.total)
 
 
 PRIORS: list[Prior] = [
@@ -207,8 +207,8 @@ PRIORS: list[Prior] = [
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda p: " ".join(type(x).__name__ for x in p.parts))
 def test_priors_arrive_in_the_kernels(prior: Prior) -> None:
     q, k, v = X
-    assert serves(q, k, v, prior=prior)["dual"] is None
-    near(attend(q, k, v, prior=prior, backend="dual"), attend(*wide(X), prior=prior))
+    assert backend_support(q, k, v, prior=prior)["tangent"] is None
+    near(attend(q, k, v, prior=prior, backend="tangent"), attend(*wide(X), prior=prior))
 
 
 PLAIN = CallFacts(
@@ -236,36 +236,38 @@ PLAIN = CallFacts(
     ids=str,
 )
 def test_what_is_not_served_is_refused_by_name(change: dict, reason: str | None) -> None:
-    found = BACKENDS["dual"].why_not(replace(PLAIN, **change))
+    found = BACKENDS["tangent"].why_not(replace(PLAIN, **change))
     assert found is None if reason is None else reason in (found or "")
 
 
 def test_auto_takes_it_on_a_gpu_where_tangents_are_carried_or_two_derivatives_taken() -> None:
     assert cheapest(PLAIN).name == "sdpa"
-    assert cheapest(replace(PLAIN, tangent=True)).name == "dual"
-    assert cheapest(replace(PLAIN, transformed=True, twice=True, gradient=True)).name == "dual"
-    assert cheapest(replace(PLAIN, tangent=True, compiling=True)).name != "dual"
-    assert cheapest(replace(PLAIN, tangent=True, choice="Entmax")).name != "dual"
+    assert cheapest(replace(PLAIN, tangent=True)).name == "tangent"
+    assert cheapest(replace(PLAIN, transformed=True, twice=True, gradient=True)).name == "tangent"
+    assert cheapest(replace(PLAIN, tangent=True, compiling=True)).name != "tangent"
+    assert cheapest(replace(PLAIN, tangent=True, choice="Entmax")).name != "tangent"
 
 
 def test_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     q, k, v = (x.cpu() for x in X)
     with pytest.raises(ValueError, match="run on a Hopper GPU"):
-        attend(q, k, v, backend="dual")
-    assert selected(q, k, v, choice=Entmax(1.5)) != "dual"
+        attend(q, k, v, backend="tangent")
+    assert selected_backend(q, k, v, choice=Entmax(1.5)) != "tangent"
 
 
 def test_torch_compile_is_refused_by_name_and_loses_no_tangent() -> None:
     def call(*x: Tensor) -> Tensor:
-        return attend(*x, prior=Causal(), backend="dual")
+        return attend(*x, prior=Causal(), backend="tangent")
 
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"torch\.compile would drop"):
         torch.compile(call, backend="eager", fullgraph=True)(*X)
     torch.compiler.reset()
-    inside = torch.compile(lambda x, t: attend_dual(x, t, prior=Causal())[1], backend="eager")
-    near(inside(X, MOVES), jvp(call, X, MOVES)[1])
+    inside = torch.compile(
+        lambda x, t: attend_with_tangent(x, t, prior=Causal())[1], backend="eager"
+    )
+    near(inside(X, TANGENTS), jvp(call, X, TANGENTS)[1])
 
 
 def test_the_jacobian_operators_use_it_for_weights_that_do_not_fit_in_a_block() -> None:
@@ -274,7 +276,7 @@ def test_the_jacobian_operators_use_it_for_weights_that_do_not_fit_in_a_block() 
     assert J._kernels is not None
     whole = attention_jacobian(*wide(X), prior=Causal())
     assert whole._kernels is None
-    near(J @ MOVES, whole @ wide(MOVES))
+    near(J @ TANGENTS, whole @ wide(TANGENTS))
     g = draw(2)[0][..., :6].contiguous()
     near(J.T @ g, whole.T @ g.double())
     assert attention_jacobian(q, k, v, wrt="q", prior=Causal(), budget=11)._kernels is None

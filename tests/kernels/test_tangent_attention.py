@@ -1,4 +1,4 @@
-"""kernels/dual_attention.py against torch.func on the definition in float64.
+"""kernels/tangent_attention.py against torch.func on the definition in float64.
 
 Outputs, tangents and the numbers per row, then every gradient of both: the reference of a gradient
 of a tangent is a reverse derivative of a forward one. Tiles are small, so that there are several.
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
-from fenchel.kernels import dual_attention as kernels
+from fenchel.kernels import tangent_attention as kernels
 from fenchel.kernels.band import Band
-from fenchel.kernels.dual_attention import (
-    Dual,
+from fenchel.kernels.tangent_attention import (
+    ForwardResult,
     Tangents,
     Tile,
-    dual_attention,
-    dual_attention_vjp,
+    tangent_attention,
+    tangent_attention_vjp,
 )
 from tests.kernels.sm90 import SHARED_MEMORY, compiled
 
@@ -54,7 +54,7 @@ def log_prior(prior: Band, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 class Case:
-    """Drawn inputs with their moves, the kernels' results, and the same by float64."""
+    """Drawn inputs with their tangents, the kernels' results, and the same by float64."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Case:
             p = torch.softmax(SCALE * q @ k.mT + torch.where(seen, log_u, 0.0), -1)
             return (p * seen) @ v
 
-        def dual(*at: Tensor) -> tuple[Tensor, Tensor]:
+        def both(*at: Tensor) -> tuple[Tensor, Tensor]:
             o, to = jvp(attention, at[:3], at[3:])
             return o, to
 
@@ -107,17 +107,19 @@ class Case:
         z = SCALE * at[0] @ k.mT + log_u
         self.lse = torch.logsumexp(z, -1)
         self.lse = torch.where(self.lse == -math.inf, math.inf, self.lse)
-        (self.o, self.to), self.pull = vjp(dual, *at)
+        (self.o, self.to), self.pull = vjp(both, *at)
 
-    def run(self, known: tuple[Tensor, Tensor] | None = None) -> Dual:
-        return dual_attention(*self.x, Tangents(*self.t), scale=SCALE, band=self.prior, known=known)
+    def run(self, known: tuple[Tensor, Tensor] | None = None) -> ForwardResult:
+        return tangent_attention(
+            *self.x, Tangents(*self.t), scale=SCALE, band=self.prior, known=known
+        )
 
     @cached_property
-    def found(self) -> Dual:
+    def found(self) -> ForwardResult:
         return self.run()
 
     def gradients(self, go: Tensor | None, gto: Tensor | None) -> tuple[Tensor | None, ...]:
-        first, second = dual_attention_vjp(
+        first, second = tangent_attention_vjp(
             *self.x, Tangents(*self.t), self.found, go, gto, scale=SCALE, band=self.prior
         )
         return *first, *second
@@ -218,21 +220,21 @@ def test_the_same_bits_in_every_run(device: str) -> None:
 
 COMPILED = """
 from fenchel.kernels.band import Band
-from fenchel.kernels.dual_attention import *
+from fenchel.kernels.tangent_attention import *
 x = [torch.empty(1, 16, 4096, 64, dtype=torch.bfloat16, device="meta") for _ in range(8)]
 causal = {"scale": 0.125, "band": Band(right=0)}
-found = dual_attention(*x[:3], Tangents(*x[3:6]), **causal)
-dual_attention_vjp(*x[:3], Tangents(*x[3:6]), found, *x[6:], **causal)
+found = tangent_attention(*x[:3], Tangents(*x[3:6]), **causal)
+tangent_attention_vjp(*x[:3], Tangents(*x[3:6]), found, *x[6:], **causal)
 """
 
 
 def test_for_a_hopper_gpu_they_use_its_matrix_units_and_fit() -> None:
     reports = compiled(COMPILED)
     names = [report["kernel"] for report in reports]
-    assert names == ["_dual_rows", "_rows_vjp", "_keys_vjp"]
+    assert names == ["_tangent_rows", "_rows_vjp", "_keys_vjp"]
     for report in reports:
         assert report["wgmma"] > 0, report
         assert report["cp_async"] > 0, report
         assert report["shared"] <= SHARED_MEMORY, report
         # Gradients with a few spilled registers are quicker than in tiles that need none.
-        assert report["spilled"] <= (0 if report["kernel"] == "_dual_rows" else 160), report
+        assert report["spilled"] <= (0 if report["kernel"] == "_tangent_rows" else 160), report

@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: some rows of some heads are what the whole would show."""
+"""fenchel/attention/statistics.py: some rows of some heads are what the whole would show."""
 
 import pytest
 import torch

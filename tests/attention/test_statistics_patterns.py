@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: heads whose head_patterns are known."""
+"""fenchel/attention/statistics.py: heads whose head_patterns are known."""
 
 import math
 

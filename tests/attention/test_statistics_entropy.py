@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: the entropy of heads, its gradient, and a penalty on it."""
+"""fenchel/attention/statistics.py: the entropy of heads, its gradient, and a penalty on it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: slips that raise no error are told in a sentence."""
+"""fenchel/attention/statistics.py: slips that raise no error are told in a sentence."""
 
 import numpy as np
 import pytest

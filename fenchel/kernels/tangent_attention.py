@@ -67,7 +67,7 @@ class Tangents(NamedTuple):
     v: Tensor | None = None
 
 
-class Dual(NamedTuple):
+class ForwardResult(NamedTuple):
     """What the forward pass gives; ``to`` and ``mu`` are None where no input has a tangent."""
 
     o: Tensor
@@ -85,7 +85,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def dual_attention(
+def tangent_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,23 +96,23 @@ def dual_attention(
     known: tuple[Tensor, Tensor] | None = None,
     precision: str = "bf16x6",
     tile: Tile | None = None,
-) -> Dual:
+) -> ForwardResult:
     """Outputs and their tangent; ``known`` are (o, lse) of the same call, for the second pass."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tq, tk, tv = (None if x is None else x.contiguous() for x in tangents)
     B, H, T, D = q.shape
     S, E = v.shape[2:]
-    dual = any(x is not None for x in tangents)
+    moving = any(x is not None for x in tangents)
     rows = q.new_empty(B, H, T, dtype=torch.float32)
     if known is None:
         o, lse = q.new_empty(B, H, T, E), rows
     else:
         o, lse = known[0].contiguous(), known[1].contiguous()
-    to = torch.empty_like(o) if dual else None
-    mu = torch.empty_like(rows) if dual else None
-    if (dual or known is None) and B * H * T:
+    to = torch.empty_like(o) if moving else None
+    mu = torch.empty_like(rows) if moving else None
+    if (moving or known is None) and B * H * T:
         tile = tile or forward_tile(q.dtype, max(D, E), second=known is not None)
-        _dual_rows[(triton.cdiv(T, tile.rows) * B * H,)](
+        _tangent_rows[(triton.cdiv(T, tile.rows) * B * H,)](
             *(q, k, v, tq, tk, tv, o, to, lse, mu),
             *_band_arguments(band, B, H, T, S),
             *(scale, T, S, H, H // k.shape[1]),
@@ -129,15 +129,15 @@ def dual_attention(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return Dual(o, to, lse, mu)
+    return ForwardResult(o, to, lse, mu)
 
 
-def dual_attention_vjp(
+def tangent_attention_vjp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     tangents: Tangents,
-    found: Dual,
+    found: ForwardResult,
     go: Tensor | None,
     gto: Tensor | None,
     *,
@@ -149,7 +149,7 @@ def dual_attention_vjp(
 ) -> tuple[Tangents, Tangents]:
     """The gradients of <go, o> + <gto, to> in (q, k, v) and in those tangents that are not None.
 
-    ``found`` is the result of ``dual_attention``; ``of_tangents`` False skips their gradients.
+    ``found`` is the result of ``tangent_attention``; ``of_tangents`` False skips their gradients.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tq, tk, tv = (None if x is None else x.contiguous() for x in tangents)
@@ -173,7 +173,9 @@ def dual_attention_vjp(
         mu = None  # tz is 0
     a = lse.new_empty(B, H, T)
     b = None if gto is None else lse.new_empty(B, H, T)
-    of_rows, of_keys, of_values = tiles or reverse_tiles(q.dtype, max(D, E), dual=gto is not None)
+    of_rows, of_keys, of_values = tiles or reverse_tiles(
+        q.dtype, max(D, E), tangent=gto is not None
+    )
     shared: dict[str, Any] = {
         "D": D,
         "E": E,
@@ -233,17 +235,19 @@ def forward_tile(dtype: torch.dtype, width: int, *, second: bool) -> Tile:
     return Tile(128, 64, 8, 2)
 
 
-def reverse_tiles(dtype: torch.dtype, width: int, *, dual: bool) -> tuple[Tile, Tile, Tile | None]:
+def reverse_tiles(
+    dtype: torch.dtype, width: int, *, tangent: bool
+) -> tuple[Tile, Tile, Tile | None]:
     """The tiles of gq and gtq, of gk and gtk, and of gv and gtv.
 
     The last is None where one kernel computes the gradients of keys and values together, which
     saves three products and needs registers for four sums; at a width of 128 there are too few.
     """
     if dtype == torch.float32:
-        if not dual:
+        if not tangent:
             return Tile(128, 64, 8, 2), Tile(64, 128, 8, 1), None
         return Tile(64, 32, 4, 1), Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)
-    if not dual:
+    if not tangent:
         return Tile(128, 64, 8, 2), Tile(64 if width <= 64 else 32, 128, 8, 2), None
     if width <= 64:
         return Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), None
@@ -418,7 +422,7 @@ def _key_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dual_rows(  # type: ignore[no-untyped-def]
+def _tangent_rows(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, to_ptr, lse_ptr, mu_ptr, left, right,
     start_ptr, stop_ptr, slopes_ptr, bias_ptr, stride_B, stride_H, stride_T, stride_S, scale, T, S,
     H, group,

@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: the four numbers, on rows where they are known."""
+"""fenchel/attention/statistics.py: the four numbers, on rows where they are known."""
 
 import math
 

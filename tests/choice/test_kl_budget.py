@@ -1,4 +1,4 @@
-"""fenchel/choice/budget.py: the beta whose divergence equals the budget."""
+"""fenchel/choice/kl_budget.py: the beta whose divergence equals the budget."""
 
 import math
 
