@@ -379,7 +379,7 @@ def glossary() -> str:
 def pitfalls_page() -> str:
     """Symptom, detector and remedy of each common mistake."""
     rows = [
-        f"| {one.name} | {one.symptom} | `fenchel.evaluate.pitfalls.{one.detect.__name__}` | {one.remedy} |"
+        f"| {one.name} | {one.symptom} | `fenchel.evaluate.diagnostics.{one.detect.__name__}` | {one.remedy} |"
         for one in PITFALLS
     ]
     return "\n".join(

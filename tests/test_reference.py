@@ -87,12 +87,10 @@ def test_every_id_is_tested() -> None:
 def test_functions_exist() -> None:
     names = {name for one in reference.requirements() for name in one.functions}
     names |= {one.function for one in reference.CONCEPTS}
-    names |= {f"fenchel.evaluate.pitfalls.{one.detect.__name__}" for one in reference.PITFALLS}
+    names |= {f"fenchel.evaluate.diagnostics.{one.detect.__name__}" for one in reference.PITFALLS}
     assert len(names) > 90
     for name in names:
-        resolve(
-            name.replace("fenchel.evaluate.pitfalls.", "fenchel.evaluate.pitfalls_module.")
-        ) if False else resolve(name)
+        resolve(name)
 
 
 def test_tests_exist() -> None:

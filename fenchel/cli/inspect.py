@@ -103,7 +103,7 @@ def run(
         )
     if target is not None:
         from fenchel.files import write_atomic
-        from fenchel.report.inspection import render
+        from fenchel.report.inspection_page import render
 
         write_atomic(target, render(result))
     if json:

@@ -20,9 +20,9 @@ from fenchel.evaluate.calibration import (
     summarise,
 )
 from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
+from fenchel.evaluate.diagnostics import PITFALLS, Finding, Pitfall, pitfalls
+from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
-from fenchel.evaluate.neighbours import Neighbour, Neighbours, nearest_rows, neighbours
-from fenchel.evaluate.pitfalls import PITFALLS, Finding, Pitfall, pitfalls
 from fenchel.evaluate.score import (
     ChoiceScore,
     Score,

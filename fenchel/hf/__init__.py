@@ -2,7 +2,7 @@
 
 from fenchel.hf.adapter import Attachment, attach, register, unregister
 from fenchel.hf.loader import load_transformers_model
-from fenchel.hf.proof import Proof, prove
+from fenchel.hf.verification import Proof, prove
 
 __all__ = [
     "Attachment",

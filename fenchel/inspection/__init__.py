@@ -2,7 +2,7 @@
 
 from fenchel.inspection.certificates import Search
 from fenchel.inspection.loader import open_model
-from fenchel.inspection.measure import certify_model, inspect
+from fenchel.inspection.run import certify_model, inspect
 from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
 from fenchel.inspection_result import (
     BlockResult,

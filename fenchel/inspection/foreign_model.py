@@ -24,7 +24,7 @@ from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import TextTokenizer
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
-from fenchel.hf.proof import narrow_windows
+from fenchel.hf.verification import narrow_windows
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
 from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map
 
@@ -155,7 +155,7 @@ class ForeignModel(InspectedModel):
             with quiet(), self.attachment.eager():
                 theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
         if not bool(theirs.isfinite().all()):
-            return  # measure.require_finite names the block
+            return  # run.require_finite names the block
         size = float(theirs.abs().amax())
         difference = float((ours - theirs).abs().amax())
         if not difference <= _AGREES * max(size, 1e-30):

@@ -1,5 +1,5 @@
 """HTML reports of runs and inspections; imports no torch."""
 
-from fenchel.report.page import page
+from fenchel.report.run_page import page
 
 __all__ = ["page"]

@@ -195,7 +195,7 @@ def _section(
 def _data(
     run: RunData, chart: StripChart, steps: Numbers, names: list[str], values: Numbers
 ) -> dict[str, Any]:
-    """What ``strips`` of viewer.js takes."""
+    """What ``strips`` of charts.js takes."""
     ends, columns = reduce_spans(values, _COLUMNS, peak=chart.peak)
     finite = columns[np.isfinite(columns)]
     least, most = colour_range(finite.min(), finite.max()) if len(finite) else (0.0, 0.0)

@@ -43,7 +43,7 @@ def render(result: Certification) -> str:
         title=f"{name} certified · fenchel",
         header=_header(result, name),
         sections=[certificates(result.certificates, result.tokens), _method(result)],
-        views=("heat.js",),
+        views=("heat_map.js",),
     )
 
 

@@ -11,7 +11,7 @@ the page's policy forbids both.
 **Document.** A ``Section`` has markup and the data of its charts by name. The data of all charts
 stands in one ``<script type="application/json">``, which browsers do not run, with every ``<``
 written as ``\\u003c`` so that it cannot end early. ``page.js`` fills each element that has
-``data-picture="name"`` by calling the function of ``viewer.js`` that the data names as its "view".
+``data-picture="name"`` by calling the function of a script that the data names as its "view".
 The only script and style are the files in this folder. The content security policy names their
 SHA-256, so that injected markup could neither run, load nor send anything.
 """
@@ -28,6 +28,8 @@ from itertools import islice
 from string import Template
 from typing import Any
 
+SCRIPTS = ("charts.js", "attention_map.js")
+"""The views of every page."""
 _ROWS = 500  # of a table of settings
 _DEPTH = 6  # of nested settings; a file from elsewhere may nest deeper
 _VOID = {"meta", "br", "hr", "input"}
@@ -265,9 +267,9 @@ def document(
     views: Sequence[str] = (),
     footer: str = "Written by fenchel. This page is one file: it loads nothing and sends nothing.",
 ) -> str:
-    """The page as text; ``views`` are files with views beside those of viewer.js."""
+    """The page as text; ``views`` are files with views beside those of ``SCRIPTS``."""
     style = read_asset("page.css")
-    script = "".join(read_asset(name) for name in ("viewer.js", *views, "page.js"))
+    script = "".join(read_asset(name) for name in (*SCRIPTS, *views, "page.js"))
     pictures = {name: data for part in sections for name, data in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in sections)
     return Template(read_asset("page.html")).substitute(
@@ -303,7 +305,7 @@ def heat_map(
     down: str = "",
     titles: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The data of a heat map (heat.js), which shows one of its measures (``heat_values``).
+    """The data of a heat map (heat_map.js), which shows one of its measures (``heat_values``).
 
     ``down`` and ``across`` are what the rows and columns are; ``titles`` are longer column names.
     """

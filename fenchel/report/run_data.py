@@ -332,7 +332,7 @@ def axis_values(run: RunData, steps: Numbers) -> dict[str, list[float]]:
 
 
 def chart_series(run: RunData, name: str, measured: Series) -> Mapping[str, Any]:
-    """A series as ``lineChart`` of viewer.js takes it."""
+    """A series as ``lineChart`` of charts.js takes it."""
     shown = extremes(measured.values)
     return {
         "name": name,

@@ -6,7 +6,7 @@
 //   choice    {layer, head} whose weights are shown; null is the mean
 //   active    the token under the pointer or the focus, else the one that was kept, else null
 //
-// Every text of the server becomes a text node. Functions of viewer.js are in scope.
+// Every text of the server becomes a text node. Functions of charts.js and attention_map.js are in scope.
 
 const { facts, policy, recording } = JSON.parse(document.getElementById("data").textContent);
 const pristine = document.body.cloneNode(true), find = (id) => document.getElementById(id);

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from fenchel.report.html import data_block, join, policy, read_asset
+from fenchel.report.html import SCRIPTS, data_block, join, policy, read_asset
 
 
 def page(nonce: str, facts: Mapping[str, Any]) -> str:
@@ -37,7 +37,7 @@ def page(nonce: str, facts: Mapping[str, Any]) -> str:
     may be absent.
     """
     style = read_asset("page.css") + read_asset("page.css", __package__)
-    script = read_asset("viewer.js") + read_asset("page.js", __package__)
+    script = "".join(map(read_asset, SCRIPTS)) + read_asset("page.js", __package__)
     data = {"facts": dict(facts), "policy": policy(script=script, style=style)}
     return Template(read_asset("page.html", __package__)).substitute(
         nonce=join([nonce]),

@@ -344,7 +344,7 @@ def test_softmax_itself_needs_no_effect_and_a_wrong_one_is_noticed(
 ) -> None:
     proof = prove(llama, Softmax(), some_inputs())
     assert proof.change == proof.softmax_difference
-    monkeypatch.setattr(import_module("fenchel.hf.proof"), "SOFTMAX", Softmax(1.01))
+    monkeypatch.setattr(import_module("fenchel.hf.verification"), "SOFTMAX", Softmax(1.01))
     with pytest.raises(ValueError, match="is refused"):
         prove(llama, Entmax(1.5), some_inputs())
 

@@ -12,8 +12,8 @@ from torch.autograd.functional import jacobian
 
 from fenchel.inspection import ForwardTrace, Method, open_model
 from fenchel.inspection.blocks import boyd_ascent, gain, measure_block
+from fenchel.inspection.end_to_end import growth, influence, network
 from fenchel.inspection.linearisation import GraphJacobian, derivative
-from fenchel.inspection.network import growth, influence, network
 from fenchel.inspection.trace import NormInput
 
 METHOD = Method(

@@ -26,7 +26,7 @@ from fenchel.report import certificates
 from fenchel.report import page as run_page
 from fenchel.report.comparison import compare_runs
 from fenchel.report.comparison import render as render_comparison
-from fenchel.report.inspection import render
+from fenchel.report.inspection_page import render
 from tests.browser import DESKTOP, PHONE, Browser, needs_browser
 from tests.report.conftest import typed
 

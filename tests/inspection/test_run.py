@@ -1,4 +1,4 @@
-"""fenchel/inspection/measure.py and text.py: one call, plain values, the same for the same seed."""
+"""fenchel/inspection/run.py: one call, plain values, the same for the same seed."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""fenchel/evaluate/neighbours.py: cosines, their spread, and words that a model learns to match."""
+"""fenchel/evaluate/embedding_neighbours.py: cosines, their spread, words that match."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def render(result: Inspection) -> str:
         title=f"{name} inspected · fenchel",
         header=_header(result, name),
         sections=sections,
-        views=("heat.js",),
+        views=("heat_map.js",),
     )
 
 

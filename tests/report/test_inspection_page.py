@@ -1,4 +1,4 @@
-"""fenchel/report/inspection.py: the page of an inspection, complete, closed and deaf to markup."""
+"""fenchel/report/inspection_page.py: a page, complete, closed and deaf to markup."""
 
 import json
 import re
@@ -11,8 +11,8 @@ import pytest
 
 from fenchel.inspection_result import Inspection
 from fenchel.report.html import Html, document
-from fenchel.report.inspection import render as render_page
 from fenchel.report.inspection_heads import span_means
+from fenchel.report.inspection_page import render as render_page
 from tests.report.conftest import typed
 
 Inspect = Callable[..., dict[str, Any]]
@@ -49,7 +49,7 @@ def test_the_page_makes_no_request(inspection: Inspect) -> None:
     ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http"],
 )
 def test_the_heat_map_makes_no_markup_of_data_and_no_request(power: str) -> None:
-    script = resources.files("fenchel.report").joinpath("heat.js").read_text(encoding="utf-8")
+    script = resources.files("fenchel.report").joinpath("heat_map.js").read_text(encoding="utf-8")
     assert power not in script
 
 

@@ -21,9 +21,9 @@ from fenchel.attention.statistics import pack_weights
 from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
+from fenchel.inspection.end_to_end import STEPS, network
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
 from fenchel.inspection.trace import (
     BlockTrace,

@@ -1,4 +1,4 @@
-"""fenchel/report/page.py: a page comes out of any run, and no run can make it do anything."""
+"""fenchel/report/run_page.py: a page comes out of any run, and no run can make it do anything."""
 
 import json
 import re
