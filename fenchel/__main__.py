@@ -1,6 +1,6 @@
 """The process of the console script and of ``python -m fenchel``, which Ctrl-C ends in a sentence.
 
-From its first line on, and before anything large is imported, SIGINT has a handler of its own:
+From its first line on, and before anything large is imported, SIGINT has its own handler:
 
     while a module is imported    an exception that a signal raises there may be lost, or may become
                                   another one, as numpy's does, so the process ends at once

@@ -243,7 +243,7 @@ def _kind_name(kind: Any) -> str:
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """TOML text as nested mappings, within bounded time; ValueError if it is none.
+    """TOML text as nested mappings, in bounded time; ValueError if it is not TOML.
 
     >>> parse_toml(b"seed = 1")
     {'seed': 1}

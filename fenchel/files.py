@@ -59,7 +59,7 @@ _LONE_JOINER = re.compile(f"(?<!{_EMOJI})(?<!{_EMOJI}\ufe0f){_JOINER}|{_JOINER}(
 
 
 class Damaged(ValueError):
-    """A file or folder is not what its manifest says."""
+    """A file or folder differs from its manifest."""
 
 
 class NoSpace(OSError):
@@ -97,7 +97,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
         os.close(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise Damaged(f"{path} is missing or not a plain file.")
-        raise Damaged(f"{path} has a second name (a hard link); replace it by a copy of its own.")
+        raise Damaged(f"{path} has a second name (a hard link); replace it by a copy.")
     return FileIO(handle, "r+b" if writing else "rb")
 
 
@@ -111,7 +111,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Within, an OSError that names no file names ``path``."""
+    """Context manager: an OSError that names no file gets ``path``."""
     try:
         yield
     except OSError as error:
@@ -188,7 +188,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a sealed folder and return its manifest.
 
     What cannot be read because the disk is broken (EIO) is Damaged. Any other error of the system,
-    such as too many open files, says nothing about the files and is raised as it is.
+    such as too many open files, is not about the files and is raised unchanged.
     """
     try:
         manifest = read_manifest(folder)
@@ -303,7 +303,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_as_no_space(path: Path) -> Iterator[None]:
-    """Within, every error of a full disk becomes NoSpace."""
+    """Context manager: every error of a full disk becomes NoSpace."""
     try:
         yield
     except OSError as error:
@@ -320,7 +320,7 @@ def discard(folder: Path) -> None:
 def sweep(folder: Path, ours: Callable[[str], object]) -> None:
     """Remove the temporary files of dead writers in ``folder``, whose lock the caller holds.
 
-    ``ours`` tells by its final name whether a file is one that such a writer makes.
+    ``ours`` decides by its final name whether a file is one that such a writer makes.
     """
     for stray in folder.glob("*.tmp-*"):
         if _TEMPORARY.fullmatch(stray.suffix) and ours(stray.stem):
@@ -331,7 +331,7 @@ def sweep_beside(path: Path, names: Collection[str]) -> None:
     """Remove the temporary folders of dead writers of ``path`` beside it, without a lock.
 
     A writer is alive while its process exists here or its lock is held, on any machine. A folder
-    that holds other files than ``names``, or cannot be locked, is left alone.
+    that holds other files than ``names``, or cannot be locked, is left unchanged.
     """
     for stray in path.parent.glob(f"{escape(path.name)}.tmp-*"):
         process = _TEMPORARY.fullmatch(stray.suffix)
@@ -431,15 +431,15 @@ def _remove(path: Path) -> None:
 
 
 def require_size(file: Path, size: int) -> None:
-    """Refuse a file that is missing, not a plain file or of another size than its manifest says."""
+    """Refuse a file that is missing, not a plain file or of another size than in its manifest."""
     with errors_name(file), open_regular(file) as opened:
         actual = os.fstat(opened.fileno()).st_size
     if actual != size:
-        raise Damaged(f"{file} has {actual} bytes, its manifest says {size}.")
+        raise Damaged(f"{file} has {actual} bytes, and {size} in its manifest.")
 
 
 def require_digest(file: Path, digest: str) -> None:
-    """Refuse a file whose SHA-256 is another than its manifest says."""
+    """Refuse a file whose SHA-256 differs from that in its manifest."""
     if sha256(file) != digest:
         raise Damaged(f"{file} has changed since it was written (SHA-256 differs).")
 
@@ -465,16 +465,16 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for json's ``object_pairs_hook``; raises if a key stands twice."""
+    """The object of these pairs, for json's ``object_pairs_hook``; raises if a key occurs twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} stands twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return value
 
 
 def describe(error: OSError) -> str:
-    """An error of the system as a phrase: the file, and what the system says.
+    """An error of the system as a phrase: the file, and the text of the system.
 
     >>> describe(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
     'runs/a/metrics.jsonl: no space left on device'
@@ -489,9 +489,9 @@ def printable(value: object, limit: int | None = 80) -> str:
     """Untrusted text that cannot control a terminal.
 
     With a limit it is one line of a message or a table: shortened, and every control or format
-    character is marked by "?"; a zero-width joiner stays within an emoji sequence, and nowhere
-    else. ``limit=None`` is for texts: line breaks, tabs, spaces of any width and joiners stay, and
-    other such characters are left out.
+    character is marked by "?"; a zero-width joiner stays only inside an emoji sequence.
+    ``limit=None`` is for texts: line breaks, tabs, spaces of any width and joiners stay, and other
+    such characters are left out.
 
     >>> printable("a\x1b[2Jb\u00a0c"), printable("a\x1b[2Jb\u00a0c", None)
     ('a?[2Jb?c', 'a[2Jb\\xa0c')

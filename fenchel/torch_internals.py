@@ -230,7 +230,7 @@ def simulated_ranks(ranks: int) -> Iterator[None]:
 
 
 def tensors_without_values() -> AbstractContextManager[object]:
-    """Within, tensors have shape, dtype and device, and neither values nor memory."""
+    """Context manager: tensors have shape, dtype and device, and neither values nor memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -249,7 +249,7 @@ class Collective(NamedTuple):
 
 @contextmanager
 def recorded_collectives() -> Iterator[list[Collective]]:
-    """The collectives that are called within, in order."""
+    """Context manager: a list of the collectives that are called inside, in order."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     names = {

@@ -481,7 +481,7 @@ def test_a_file_outside_the_folder_is_not_read_though_its_bytes_are_right(sealed
         (b"", "not JSON"),
         (b"[1]", "a list"),
         (b"null", "a NoneType"),
-        (b'{"a": 1, "a": 2}', "stands twice"),
+        (b'{"a": 1, "a": 2}', "occurs twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b'{"a": "\xff"}', "not JSON"),

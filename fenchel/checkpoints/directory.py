@@ -170,7 +170,7 @@ def open_directory(path: Path) -> CheckpointDirectory:
         raise ValueError(f"{path / CONFIG} has no model_type, which names the family of a model.")
     if "auto_map" in config:
         warnings.warn(
-            f"{path / CONFIG} names code of its own (auto_map); fenchel never runs it.",
+            f"{path / CONFIG} names its own code (auto_map); fenchel never runs it.",
             Notice,
             stacklevel=2,
         )
@@ -205,7 +205,7 @@ def verify_manifest(path: Path) -> dict[str, str]:
 
 @contextmanager
 def _own_change(path: Path) -> Iterator[None]:
-    """Within, the error of a file that differs from its manifest says how to accept the change."""
+    """Context manager: the error of a changed file names the way to accept the change."""
     try:
         yield
     except Damaged as error:

@@ -176,7 +176,7 @@ def write_directory(
 def require_free(path: Path, *, overwrite: bool) -> None:
     """Refuse a target that exists and is not empty, unless ``overwrite`` is set."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ValueError(f"{path} exists and is no directory; choose another.")
+        raise ValueError(f"{path} exists and is not a directory; choose another.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise ValueError(
             f"{path} is not empty; choose another, or replace it with --force (overwrite=True)."

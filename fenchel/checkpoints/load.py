@@ -6,7 +6,7 @@ Two kinds of directory are read, both by the guarded reader (``directory``):
     a Hugging Face directory    settings and weights of a family (``fenchel.model.families``)
 
 A run that trains adapters (``tuned_run``) is its checkpoint with these merged.
-Beside either stands tokenizer.json. Weights must match the settings exactly: names and shapes are
+Either has a tokenizer.json. Weights must match the settings exactly: names and shapes are
 compared with what the settings imply before a byte of weights is read, and what is read stays on
 the file's own pages.
 """
@@ -83,11 +83,11 @@ def load_model(
 
 
 def load_adapted(run: str | Path, *, which: str = "best") -> Transformer:
-    """The model of a run that trains adapters, with these beside its weights and not merged."""
+    """The model of a run that trains adapters, with the adapters not merged into its weights."""
     run = Path(run)
     base = read_base(run) if is_run(run) else None
     if base is None or base.lora is None:
-        raise ValueError(f"{run} is no run that trains adapters (fenchel tune --lora).")
+        raise ValueError(f"{run} is not a run that trains adapters (fenchel tune --lora).")
     return _load_adapted(run, base, which, ())
 
 

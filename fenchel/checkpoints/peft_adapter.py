@@ -10,7 +10,7 @@ layout are those of the family's table of tensors, so that adapters travel as we
     one map there, transposed (GPT-2)       the same A and B: PEFT writes them for x W^T always
     one map there, interleaved (NeoX)       the rows of B in the order of that family
 
-Where ours has adapters on queries, keys or values alone and the family has one map for all, the
+Where ours has adapters only on queries, keys or values and the family has one map for all, the
 three stand side by side in one of rank P r, B being zero between them; rank_pattern and
 alpha_pattern say so. All of it is exact.
 
@@ -200,7 +200,7 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
     """
     path = Path(path)
     if not path.is_dir() or not has_file(path, ADAPTER_CONFIG):
-        raise ValueError(f"{path} is no adapter: it has no {ADAPTER_CONFIG}.")
+        raise ValueError(f"{path} is not an adapter: it has no {ADAPTER_CONFIG}.")
     if any(isinstance(module, SigmaLinear | LoraLinear) for module in model.modules()):
         raise ValueError(f"{path} needs a model of plain linear maps; convert the model first.")
     directory = open_adapter(path)
@@ -243,8 +243,8 @@ def open_adapter(path: Path) -> CheckpointDirectory:
     for name, neutral in _NEUTRAL.items():
         if name in settings and settings[name] not in neutral:
             raise ValueError(
-                f"{path}: {name}={printable(repr(settings[name]))} is no part of plain LoRA; merge "
-                "the adapter with peft (merge_and_unload) and give the result."
+                f"{path}: {name}={printable(repr(settings[name]))} is not part of plain LoRA; "
+                "merge the adapter with peft (merge_and_unload) and give the result."
             )
     if not has_file(path, ADAPTER_WEIGHTS):
         raise ValueError(f"{path} has no {ADAPTER_WEIGHTS}; pickles are not read.")
@@ -287,7 +287,7 @@ def _scale(directory: CheckpointDirectory, module: str, R: int) -> float:
     rank = _by_module(settings, "rank_pattern", module, settings.get("r"), where)
     alpha = _by_module(settings, "alpha_pattern", module, settings.get("lora_alpha"), where)
     if rank != R:
-        raise ValueError(f"{where} says rank {rank:g} for {module}, its matrices have {R}.")
+        raise ValueError(f"{where} has rank {rank:g} for {module}, and its matrices have {R}.")
     return alpha / (math.sqrt(R) if settings.get("use_rslora") is True else R)
 
 

@@ -7,9 +7,9 @@
         state.json              Progress, and the optimiser's state that is not tensors
         manifest.json           format, step, size and SHA-256 of the others, sealed
 
-Of several processes each writes a file of its own, model-00001-of-00002.safetensors and so on, and
-beside them stands an index as in Hugging Face directories, model.safetensors.index.json, that names
-the file of every tensor; the optimiser's alike (fenchel/distributed/checkpoint.py). Both kinds are
+Of several processes each writes its own file, model-00001-of-00002.safetensors and so on, and
+with an index as in Hugging Face directories, model.safetensors.index.json, that names
+the file of every tensor; so is the optimiser's (fenchel/distributed/checkpoint.py). Both kinds are
 read by any number of processes.
 
 A folder is committed by one rename (``fenchel.files``); a run resumes from the newest intact one.
@@ -17,7 +17,7 @@ The learning rate, the batches and dropout are functions of the seed and the ste
 needs no more of them than the step number. A damaged checkpoint is renamed to step-000123.damaged
 until its step has been taken again.
 
-``check`` stands in front of every reader, of ``load`` and of ``restore`` alike: it verifies the
+``check`` runs before every read, by ``load`` and by ``restore``: it verifies the
 seal, the format and the step. Format 2 renamed the parameters of the model.
 """
 
@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """An optimiser, or several behind one: {member: {"state": ..., "param_groups": ...}}."""
+    """An optimiser, or several as one: {member: {"state": ..., "param_groups": ...}}."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state per parameter, and the settings of the groups."""
@@ -154,7 +154,7 @@ def make_room(checkpoints: Path, step: int, size: int) -> Path:
 
 
 def manifest_header(progress: Progress) -> dict[str, Any]:
-    """What a manifest says beside its files."""
+    """The entries of a manifest besides its files."""
     return {"format": FORMAT, "step": progress.step, "torch": torch.__version__}
 
 
@@ -206,7 +206,7 @@ def restore(
         raise Damaged(f"{folder} does not hold the state of an optimiser.") from None
     for member in groups.keys() | saved.keys():
         if not _same_optimiser(groups.get(member), saved.get(member)):
-            raise ValueError(f"{folder} was saved by another optimiser than the settings ask for.")
+            raise ValueError(f"{folder} was saved by another optimiser than that of the settings.")
         groups[member]["state"] = saved.get(member, {}).get("state", {})
     try:
         optimiser.require_shapes(groups)
@@ -301,7 +301,7 @@ def check_tokenizer(run: Path) -> None:
         return
     expected = read_sealed_json(run / TEXT).get("tokenizer_sha256")
     if not isinstance(expected, str):
-        raise Damaged(f"{run / TEXT} does not say which text the run reads.")
+        raise Damaged(f"{run / TEXT} does not name the text that the run reads.")
     path = run / TOKENIZER
     if not path.is_file() or sha256(path) != expected:
         raise Damaged(
@@ -318,7 +318,9 @@ def check(folder: Path) -> None:
         raise Damaged(f"{folder} has no format.")
     require_format(version, folder)
     if step != _step_of(folder):
-        raise Damaged(f"{folder} holds step {step} of format {version}, not what its name says.")
+        raise Damaged(
+            f"{folder} holds step {step} of format {version}, which differs from its name."
+        )
 
 
 def require_format(version: int, path: Path) -> None:
@@ -458,8 +460,7 @@ def _require_same_dtypes(directory: CheckpointDirectory, expected: Mapping[str, 
         dtype = directory.tensors[name].entry.dtype
         if DTYPES.get(dtype) != expected[name].dtype:
             raise ValueError(
-                f"{directory.path}: {name} is of {dtype}, the settings ask for "
-                f"{expected[name].dtype}."
+                f"{directory.path}: {name} is of {dtype}, the settings need {expected[name].dtype}."
             )
 
 

@@ -9,7 +9,7 @@ The checks are stricter than those of the safetensors library: no name twice, no
 no field besides those three, at most 8 axes, and tensors that fill the data from its first byte to
 its last without gap or overlap. Sizes are compared as integers, so that a false size costs no
 memory; parsing the largest header that is accepted takes about 0.1 GB. A file that is mostly holes
-is refused: it claims terabytes at no cost to whoever made it, and reading them takes hours.
+is refused: it claims terabytes at no cost to its author, and reading them takes hours.
 """
 
 import json
@@ -44,7 +44,7 @@ _NAME = 512
 
 @contextmanager
 def system_errors(path: Path) -> Iterator[None]:
-    """Within, an error of the system that safetensors or torch only names in words is an OSError.
+    """Context manager: system errors that safetensors or torch give only as text become OSError.
 
     Any other complaint of safetensors means that the file is not one of its files: Damaged.
     """
@@ -124,7 +124,7 @@ def _entry(name: str, fields: Any, path: Path) -> TensorEntry:
         raise Damaged(f"{where} should have a dtype, a shape and data_offsets, and nothing else.")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise Damaged(f"{where} is of {printable(repr(dtype))}, which is no dtype known here.")
+        raise Damaged(f"{where} is of {printable(repr(dtype))}, which is not a known dtype.")
     if not _are_sizes(shape) or len(shape) > _AXES:
         raise Damaged(f"{where} should have a shape of at most {_AXES} whole numbers.")
     if not _are_sizes(offsets) or len(offsets) != 2:
@@ -162,5 +162,5 @@ def _are_sizes(value: Any) -> bool:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     once = dict(pairs)
     if len(once) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return once

@@ -18,7 +18,7 @@ bos_token_id is that of generation_config.json, else of config.json, else the id
 in tokenizer_config.json. A template takes precedence in transformers too, which adds no token where
 there is neither a template nor a switch: the last rows but one are what the model was trained on.
 
-A template of tokenizer.json stands around any text; the chat template writes a conversation, and is
+A template of tokenizer.json encloses any text; the chat template writes a conversation, and is
 chat_template.jinja, else the field chat_template of chat_template.json or of tokenizer_config.json.
 """
 
@@ -60,7 +60,7 @@ def read_tokenizer(
     if not has_file(path, TOKENIZER):
         raise ValueError(
             f"{path} holds no {TOKENIZER}; save the model's fast tokenizer there "
-            "(fenchel.checkpoints.load_model reads the weights alone)."
+            "(fenchel.checkpoints.load_model reads only the weights)."
         )
     run = is_run(path)
     if run:

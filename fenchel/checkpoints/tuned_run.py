@@ -4,9 +4,9 @@
     base/manifest.json         sealed; where the checkpoint is, the SHA-256 of its weights, and the
                                adapters that the run trains, if it trains adapters
 
-A run that trains all weights needs the checkpoint until it has written one of its own. A run that
-trains adapters keeps these alone in its checkpoints, and is read as the checkpoint with its
-adapters merged; it needs the checkpoint as long as it is used.
+A run that trains all weights needs the checkpoint until it has written its first. A run that trains
+adapters keeps only these in its checkpoints, and is read as the checkpoint with its adapters
+merged; it needs the checkpoint as long as it is used.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def read_base(run: Path) -> TunedCheckpoint | None:
         or not isinstance(conversations, bool)
         or not isinstance(lora, dict | None)
     ):
-        raise Damaged(f"{run / BASE} does not say which checkpoint the run tunes.")
+        raise Damaged(f"{run / BASE} does not name the checkpoint that the run tunes.")
     config = None if lora is None else from_mapping(LoraConfig, lora)
     return TunedCheckpoint(Path(path), weights, conversations, config)
 

@@ -95,7 +95,7 @@ def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
         return dict(meta_model(config).state_dict())
     except (RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"the settings ask for sizes that no tensor can have ({printable(error)})."
+            f"the settings give sizes that no tensor can have ({printable(error)})."
         ) from None
 
 
@@ -119,7 +119,7 @@ def require_enough_tensors(
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
     if per_layer * layers > (count := len(directory.tensors)):
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
-    if config.layers > MAX_LAYERS:  # shared layers need no tensors of their own
+    if config.layers > MAX_LAYERS:  # shared layers need no further tensors
         raise ValueError(
             f"{directory.path} has settings for {config.layers} layers, more than {MAX_LAYERS}."
         )
@@ -148,11 +148,11 @@ def _require_tensors(
     for name in sorted(shapes):
         shape = shapes[name]
         if name not in tensors:
-            raise ValueError(f"{path} lacks {name}, which its settings ask for.")
+            raise ValueError(f"{path} lacks {name}, which its settings require.")
         entry = tensors[name].entry
         if entry.shape != shape:
             raise ValueError(
-                f"{path}: {name} has shape {list(entry.shape)}, its settings ask for {list(shape)}."
+                f"{path}: {name} has shape {list(entry.shape)}, its settings require {list(shape)}."
             )
         if entry.dtype not in DTYPES:
             raise ValueError(

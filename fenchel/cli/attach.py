@@ -66,7 +66,7 @@ def run(
     from fenchel.hf.loader import one_sentence
 
     if out is not None and out.exists():
-        raise ValueError(f"{out} exists and is left alone; name another directory.")
+        raise ValueError(f"{out} exists and is not overwritten; name another directory.")
     checkpoint, model = _load(directory)
     choice = _choice(model, map, alpha, beta)
     ids, size, begin = None, 0, ""

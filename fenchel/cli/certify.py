@@ -36,7 +36,7 @@ def run(
 
     For every attention layer, or every block with --blocks, the spectral norm of its Jacobian at
     the text itself, the largest norm found in the ball with the point that attains it, and a bound
-    that no point of the ball exceeds. The ball is about the input of attention, behind its norm
+    that no point of the ball exceeds. The ball is around the input of attention, after its norm
     layer.
 
     Parameters
@@ -56,13 +56,13 @@ def run(
     layers
         Only these layers, counted from 1: 3 or 1-4,12.
     heads
-        An upper end for every head alone, too.
+        Also an upper end for every single head.
     blocks
         Whole blocks, with norm layers, MLP and residual branches; the ball is about the stream.
     steps
         Steps of the ascent to the lower end.
     restarts
-        Random points of the ball from which it starts, beside others.
+        Random points of the ball from which it starts, in addition to others.
     failure
         Probability that a norm at the centre, on which upper ends rest, is too small.
     device

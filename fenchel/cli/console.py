@@ -16,7 +16,7 @@ Ctrl-C, and discards further output.
 **A pipe that closes.** A command whose reader has gone, as in ``fenchel generate RUN | head -1``,
 ends in silence with the exit code of SIGPIPE. Training goes on instead (``outlive_output``): its
 results are in the run directory. The error is ``OutputClosed`` and not BrokenPipeError, which rich
-would turn into an exit of its own.
+would turn into its own exit.
 """
 
 import errno
@@ -124,7 +124,7 @@ class OutputClosed(Exception):
 
 @contextmanager
 def may_close() -> Iterator[None]:
-    """Within, SIGHUP raises KeyboardInterrupt once, and output that is closed does no harm.
+    """Context manager: SIGHUP raises KeyboardInterrupt once, and closed output is discarded.
 
     Output to a closed terminal and to a closed standard error is discarded; that to a closed
     standard output raises OutputClosed.
@@ -139,7 +139,7 @@ def may_close() -> Iterator[None]:
 
 
 def outlive_output() -> None:
-    """Go on after standard output is closed or cannot be written; said once on standard error."""
+    """Continues after standard output is closed or fails; standard error gets one sentence."""
     if isinstance(sys.stdout, _Output):
         sys.stdout.needed = False
 
@@ -151,7 +151,7 @@ def _sighup_as_interrupt() -> Iterator[None]:
         return
     try:
         signal.signal(signal.SIGHUP, _interrupt)
-    except ValueError:  # not in the main thread, where alone handlers can be set
+    except ValueError:  # handlers can be set only in the main thread
         yield
         return
     try:
@@ -170,7 +170,7 @@ class _Output:
 
     def __init__(self, stream: TextIO, *, needed: bool = True) -> None:
         self._stream = stream
-        self._on_terminal = stream.isatty()  # a closed one does not say so
+        self._on_terminal = stream.isatty()  # a closed stream raises
         self.needed = needed
 
     def __getattr__(self, name: str) -> Any:
@@ -328,7 +328,7 @@ class Console:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes the bars, so that an error or a result follows on a line of its own."""
+        """Removes the bars, so that an error or a result follows on its own line."""
         self.bars.stop()
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -411,7 +411,7 @@ class Console:
 
 @contextmanager
 def loading(what: str = "loading torch") -> Iterator[None]:
-    """Within, a terminal shows ``what`` on its last line; a pipe receives nothing."""
+    """Context manager: a terminal shows ``what`` on its last line; a pipe receives nothing."""
     with Terminal(stderr=True).status(what, spinner="line"):
         yield
 
@@ -437,7 +437,7 @@ def width_of(stream: TextIO) -> int | None:
 class WordWrap:
     """Text that arrives in pieces, broken between words to fit a width; None changes nothing.
 
-    A word is returned once the space behind it has arrived, or as much of it as fills a line.
+    A word is returned once the space after it has arrived, or as much of it as fills a line.
 
     >>> wrap = WordWrap(9)
     >>> [wrap(piece) for piece in ("the peo", "ple of", " these", " States\\n")]

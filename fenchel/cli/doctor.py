@@ -19,7 +19,7 @@ The river rises in the hills north of the town, where in most years the snow sta
 Three mills stood on it once; one of them is a school now, and the children of the town learn to
 swim in what was its pond. In the second week of May the water is let out, and everybody helps.
 """
-"""What a checkpoint reads while it is looked at, where no text of its own is at hand."""
+"""The text that a checkpoint reads during the check when it has no text of its own."""
 
 EXTRAS = {
     "hf": ("transformers",),

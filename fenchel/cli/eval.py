@@ -97,7 +97,7 @@ def run(
         raise ValueError("--save stores the temperature of the model without --adapter.")
     calibration = calibration or save or page is not None
     if page is not None and page.exists():
-        raise ValueError(f"{page} exists and is left alone; name another file for the page.")
+        raise ValueError(f"{page} exists and is not overwritten; name another file for the page.")
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
@@ -205,7 +205,7 @@ def _source(directory: Path, text: str | None, split: str | None) -> _Source:
         opened = open_text(text)
         return _Source(text, opened.size, opened.documents)
     if not (directory / "text.json").is_file():
-        raise ValueError(f"{directory} has no text of its own; name one with --text.")
+        raise ValueError(f"{directory} has no text; name one with --text.")
     corpus, held_out = open_corpus(directory), split != "train"
     source = _Source(
         f"{split or 'validation'} text of {directory}",

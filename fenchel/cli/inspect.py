@@ -55,7 +55,7 @@ def run(
     blocks
         Differentiate blocks and network too, which takes most of the time.
     branches
-        Also the attention and the MLP of each block alone, behind the norms in front of them.
+        Also the attention and the MLP of each block separately, each with the norm before it.
     radius
         Certify the attention layers over balls of this radius too; see fenchel certify.
     norm
@@ -141,7 +141,7 @@ def require_ours(path: Path) -> None:
     if path.exists():
         head = path.open("rb").read(4096) if path.is_file() else b""
         if b'name="generator" content="fenchel"' not in head:
-            raise ValueError(f"{path} exists and is no page of fenchel; choose another --out.")
+            raise ValueError(f"{path} exists and is not a page of fenchel; choose another --out.")
 
 
 def _show(result: "Inspection", console: Console) -> None:

@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 Shown = tuple[Table | None, list[str]]
 """A table, and sentences below it."""
 Listed = tuple[dict[str, Rows], list[Shown]]
-"""Plain values for JSON by section, and what a person sees."""
+"""Plain values for JSON by section, and the lines for a terminal."""
 
 
 def run(
@@ -200,7 +200,7 @@ def runs(root: Path, sort: str, stages: Console) -> Listed:
         notes = [row["note"] for row in checkpoints if row["note"]]
         shown.append((_checkpoint_table(checkpoints), notes[:_NOTES]))
     if not found.complete:
-        shown.append((None, [f"{root} has too many folders; some were not looked into."]))
+        shown.append((None, [f"{root} has too many folders; some were not searched."]))
     return {"runs": [row.plain() for row in rows], "checkpoints": checkpoints}, shown
 
 

@@ -38,7 +38,7 @@ def run(
     Layouts are compared: weights on every GPU (none), divided among all (full) or inside each node
     (node), sequences divided among 1, 2, 4 or 8 GPUs, with and without recomputation of blocks in
     the backward pass: train.shard, train.context_group and train.recompute of fenchel train.
-    docs/distributed.md says which numbers are measured.
+    docs/distributed.md lists which numbers are measured.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def run(
     set
         One setting, such as train.batch=512; repeatable, overrides the file.
     simulate
-        Also divide the model by torch's FSDP2 among so many simulated ranks, take one step, and
+        Also divide the model by torch's FSDP2 among this many simulated ranks, take one step, and
         compare what rank 0 holds and sends with the formulas.
     json
         Print one JSON object, with bytes and seconds.
@@ -250,7 +250,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _count(number: float) -> str:
-    """With a unit from a thousand on.
+    """Adds a unit prefix from 1,000 upwards.
 
     >>> _count(637_204.0), _count(812.3)
     ('637k', '812')

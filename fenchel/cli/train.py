@@ -65,9 +65,9 @@ def run(
     accept_new_text
         With --resume: continue although the text has changed.
     processes
-        Start so many processes on this machine by torchrun, which train together.
+        Number of processes to start on this machine by torchrun; they train together.
     log
-        Loggers beside metrics.jsonl: tensorboard.
+        Loggers in addition to metrics.jsonl: tensorboard.
     json
         Print the summary as JSON.
     """
@@ -117,7 +117,7 @@ def _train(
     resume: Path | None,
     accept_new_text: bool,
 ) -> "tuple[Path, Outcome | None]":
-    """The run directory and how the run ended; None where another process says why it failed."""
+    """The run directory and how the run ended; None where another process reports the failure."""
     from fenchel import pipeline
 
     def prepare() -> "Start":
@@ -149,7 +149,7 @@ def run_together(
     """Begin or resume a run with the processes that torchrun has started.
 
     ``prepare`` refuses settings before anything else. Returns the run directory and how the run
-    ended; None where another process has said why it failed: the first process that fails raises
+    ended; None where another process has reported the failure: the first process that fails raises
     and so prints its sentence, and the others end in silence.
     """
     from fenchel import pipeline

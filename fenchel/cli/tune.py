@@ -92,9 +92,9 @@ def run(
     accept_new_text
         With --resume: continue although the text has changed.
     processes
-        Start so many processes on this machine by torchrun, which train together.
+        Number of processes to start on this machine by torchrun; they train together.
     log
-        Loggers beside metrics.jsonl: tensorboard.
+        Loggers in addition to metrics.jsonl: tensorboard.
     export
         When training has finished, write the model as this Hugging Face directory, or its adapters
         as a directory of PEFT.
@@ -129,7 +129,9 @@ def run(
     elif "source" not in mapping.get("text", {}):
         raise ValueError("name the text to tune on: --text FILE.")
     if export is not None and export.exists():
-        raise ValueError(f"{export} exists and is left alone; name another directory to export to.")
+        raise ValueError(
+            f"{export} exists and is not overwritten; name another directory to export to."
+        )
     if processes is not None and "RANK" not in os.environ:
         return launch(processes, without_processes(sys.argv[1:]))
     outlive_output()
@@ -172,7 +174,7 @@ def _tune(
     accept_new_text: bool,
     template: str | None,
 ) -> "tuple[Path, Outcome | None]":
-    """The run directory and how the run ended; None where another process says why it failed."""
+    """The run directory and how the run ended; None where another process reports the failure."""
     from fenchel import pipeline
     from fenchel.pipeline.config import path_of_now
 

@@ -204,7 +204,7 @@ def require_supported(config: TrainConfig, world: World, *, context: int) -> Non
     if (C := config.context_group) > 1 and context % (2 * C):
         raise ValueError(
             f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and its "
-            f"{context} positions are no multiple of {2 * C}."
+            f"{context} positions are not a multiple of {2 * C}."
         )
     W, S = world.size, world.local_size
     if config.shard == "node" and W % S:
@@ -384,7 +384,7 @@ class CellStepper(Stepper):
         return compiled_blocks(model)  # the same graphs for weights whole or divided
 
     def _unscaled_gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
-        """``_gradients`` where the loss is scaled or not; all ranks adapt the scale alike."""
+        """``_gradients`` where the loss is scaled or not; all ranks adapt the scale equally."""
         if self.scaling is None:
             return self._gradients(batch, step)
         gradients: dict[str, Tensor] = {}

@@ -96,7 +96,7 @@ def save(
 
 
 class _Agreed:
-    """Errors of storage within, on any rank, become the error of all."""
+    """Context manager: a storage error on any rank is raised on all ranks."""
 
     def __init__(self, world: World) -> None:
         self.world, self.error = world, ["", ""]
@@ -158,7 +158,7 @@ class ReadOnlyRunDir(RunDir):
         """Rank 0 writes the metrics."""
 
     def flush(self) -> int:
-        """Rank 0 knows the size of the metrics."""
+        """Only rank 0 has the size of the metrics."""
         return 0
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:

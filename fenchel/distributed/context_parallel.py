@@ -13,9 +13,9 @@ queries attend to them chunk by chunk,
     K, V = gather(k), gather(v)                                         all T positions, in order
     o    = attend(q of a chunk, K up to its end, V up to its end)       priors end at the last key
 
-so every choice map, mask and bias that is causal serves, unchanged: a query meets the numbers it
-would meet in one process. A ring of partial results, as other libraries have it, needs a rule that
-merges them, which softmax has and entmax has not.
+so every causal choice map, mask and bias works unchanged: a query reads the same numbers as in one
+process. A ring of partial results, as in other libraries, needs a rule that merges them, which
+softmax has and entmax lacks.
 
 **Backward.** The gradients of K and V on the C ranks are added by the rank that has the position,
 in the order of the ranks and in float32. Those of the weights are added like cells (cells.py): rank

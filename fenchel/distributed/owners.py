@@ -18,13 +18,13 @@ checkpoint is the union of the states of all ranks (checkpoint.py).
 
 **Units.** What must move together is a unit: the weights, biases and norm gains of a query-key
 pair for the score optimisers, the weight and bias of a layer where the change of its output is
-limited, any other parameter alone. Units are dealt to the least loaded rank, largest first: a
+limited, any other single parameter. Units are dealt to the least loaded rank, largest first: a
 function of shapes and W. With ``exact`` sums, and for the score optimisers, the optimiser is called
-once per unit, with the gradients of that unit alone: no product is batched over units, so the bits
+once per unit, with only the gradients of that unit: no product is batched over units, so the bits
 of a weight do not depend on which other units its owner has.
 
 **Samples of inputs.** ScoreDescent and ScoreTrust measure scores on the inputs of a layer. Every
-rank samples the cells that it reads; the samples of a layer go to its owner, who puts them in the
+rank samples the cells that it reads; the samples of a layer go to its owner, which puts them in the
 order of the cells. The sample of P cells of R sequences and T positions takes the first n sequences
 of every s-th cell,
 
@@ -39,7 +39,7 @@ takes the same decision, and so does every number of them.
 D = 1 where every rank has all of them, W where all divide one copy, S where the ranks of a node do
 (HSDP). The owner receives a gradient from each of the W / D replicas, row by row from the ranks of
 a replica, and adds the replicas: no all-reduce between nodes comes before, which would bring the
-sum to S ranks of every node where the owner alone needs it. New weights go to all ranks, to each
+sum to S ranks of every node where only the owner needs it. New weights go to all ranks, to each
 its rows. Without FSDP2 (``sharded=False``) an owner's parameter is the model's own memory; with it,
 a whole copy. FSDP2 divides no scalar: the model's has one row then, the owner's has none.
 
@@ -341,7 +341,7 @@ class Owners:
         return [[n for n in names if self.owner[n] == rank] for rank in range(self.world.size)]
 
     def _buckets(self) -> Iterator[list[str]]:
-        """The names in order, so many at a time that a message stays near ``BUCKET``."""
+        """The names in order, in groups whose messages stay near ``BUCKET``."""
         bucket: list[str] = []
         size = 0
         for name, p in self.parameters.items():
@@ -409,7 +409,7 @@ def _with_steps(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, A
 
 @contextmanager
 def _state_of_unit(optimiser: CombinedOptimiser, unit: Iterable[Tensor]) -> Iterator[None]:
-    """Within, ScoreDescent sees the state of one unit, whose steps it counts."""
+    """Context manager: ScoreDescent uses the state of one unit, whose steps it counts."""
     parameters, hidden = set(unit), []
     for member in optimiser.members:
         if isinstance(member, ScoreDescent):
@@ -589,7 +589,7 @@ class _CellProbe(LayerReader):
 
     @property
     def _has_own_angles(self) -> bool:
-        """Whether sequences bring their angles, in place of one table for all."""
+        """Whether each sequence has its own angles instead of one table for all."""
         return self.angles is not None and self.angles.cos.ndim == 4
 
     def shapes(self, part: int) -> list[Shape]:

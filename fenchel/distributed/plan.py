@@ -81,7 +81,7 @@ launch of kernels in small models, stragglers, evaluation, checkpoints, and the 
 and ScoreTrust on scores.
 
 **Measured and assumed.** ``rate`` 440 TFLOP/s is what everything but attention reached in ``fenchel
-train`` of 124M on one H200 (540 thousand tokens/s, bfloat16; products of 8192 alone reach 702), and
+train`` of 124M on one H200 (540 thousand tokens/s, bfloat16; bare products of 8192 reach 702), and
 ``attention_rate`` 360 is softmax attention of 8k positions there, forward and backward, counted
 as above (entmax is slower). peak 989 is the vendor's number for H100 and H200. Link rates are
 vendors' numbers too: 450 GB/s inside a node, and 50 GB/s per GPU between nodes, one 400 Gbit/s
@@ -431,7 +431,7 @@ def plan(
 
 
 def layouts(cluster: Cluster) -> Iterator[ParallelLayout]:
-    """The layouts that so many ranks allow."""
+    """The layouts that the number of ranks allows."""
     shards = ["none", *["full"] * (cluster.ranks > 1), *["node"] * (cluster.nodes > 1)]
     for shard in shards:
         for C in CONTEXTS:

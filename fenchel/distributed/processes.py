@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, how they exchange values, how one that fails ends all.
+"""The processes of a run: their ranks, how they exchange values, how one that fails ends all.
 
 torchrun starts W processes and numbers them by rank, 0 to W - 1. ``start`` reads its environment
 and connects them; without it a run is ``ALONE``, one process that exchanges nothing. Rank 0 owns
@@ -10,14 +10,14 @@ there: sums are made afterwards, in an order that this package fixes (cells.py).
 
 **Failure.** A process that raises writes its rank into the store that torchrun keeps. The first one
 to do so prints its sentence, all others end in silence, so a terminal shows one sentence.
-``on_first`` runs a function on rank 0 alone, such as tokenising a text; the others wait outside of
+``on_first`` runs a function only on rank 0, such as tokenising a text; the others wait outside of
 any collective, whose timeout would end a wait of some minutes, and learn of a failure by the store.
 A rank 0 that is stopped or lost writes nothing there: while it works it counts up a number in the
 store, and the others give up when the number has not changed for the timeout.
 
 **Restart.** torchrun ``--max-restarts`` starts all processes again where one has failed, and the
 store may be that of the attempt before, with its keys: the addresses of processes that have ended
-among them. Each attempt therefore has keys of its own, under a number that rank 0 draws and hands
+among them. Each attempt therefore has its own keys, under a number that rank 0 draws and hands
 to every process that has come (``_attempt``). torchrun counts attempts as well, per machine: where
 several machines notice a failure differently, their counts differ. Under no number is the path of
 the run that an attempt has begun (``record_run``), which the next one continues.
@@ -43,7 +43,7 @@ from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 _POLL = 0.05
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 _LOST = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "socket")
 """Words of the errors that torch raises where another process has ended or does not answer."""
 
@@ -73,7 +73,7 @@ class World:
     """The rank on this machine, which numbers its GPUs."""
     local_size: int = 1
     store: Any = None
-    """The store of torchrun, where values wait under keys, those of this attempt alone."""
+    """The store of torchrun, which holds values by key, restricted to this attempt."""
     device: str = "cpu"
     """Where tensors are exchanged."""
     seconds: float = 600.0
@@ -143,7 +143,7 @@ class World:
         return received
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """``function()`` on rank 0 alone, and its plain result on every process."""
+        """``function()`` on rank 0 only; every process gets its plain result."""
         if self.size == 1:
             return function()
         key = f"first-{next(self._numbers)}"
@@ -171,7 +171,7 @@ class World:
 
     @contextmanager
     def _counting(self, key: str) -> Iterator[None]:
-        """Within, a thread counts up a number in the store: this process is alive."""
+        """Context manager: a thread counts up a number in the store while this process is alive."""
         done = threading.Event()
 
         def count_up() -> None:
@@ -222,7 +222,7 @@ ALONE = World()
 
 
 def is_started() -> bool:
-    """Whether torchrun has started this process beside others."""
+    """Whether torchrun has started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -253,9 +253,9 @@ def start(device: str, *, seconds: float) -> World:
 
 
 def _attempt(store: Any, rank: int, size: int, seconds: float) -> int:
-    """The number of this attempt, the same for its processes and for those of no other one.
+    """The number of this attempt, common to its processes and different from all other attempts.
 
-    Rank r leaves a word of its own under its rank and waits for the number under that word. Rank 0
+    Rank r stores its own word under its rank and waits for the number under that word. Rank 0
     draws the number and answers every word that it finds until all ranks have received it: a word
     of an earlier attempt is answered as well, in vain, and replaced by that of the rank to come.
     """
@@ -291,7 +291,7 @@ def _attempt(store: Any, rank: int, size: int, seconds: float) -> int:
 
 
 def lost_process(error: BaseException) -> bool:
-    """Whether an error of torch says that another process has ended or does not answer.
+    """Whether an error of torch means that another process has ended or does not answer.
 
     >>> lost_process(RuntimeError("Connection closed by peer")), lost_process(RuntimeError("shape"))
     (True, False)

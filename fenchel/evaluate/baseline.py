@@ -2,7 +2,7 @@
 
 ``bzip2_bits`` is the compressed size of the text itself. ``ngram_bits`` predicts each byte w
 from the k = order bytes h before it by counts in a training text, mixed with the prediction
-from one byte less (Witten and Bell, 1991, method C):
+from a context one byte shorter (Witten and Bell, 1991, method C):
 
     p_k(w | h)  = (c(hw) + T(h) p_{k-1}(w | h')) / (c(h) + T(h))
     p_k         = p_{k-1}                             if h does not occur in training

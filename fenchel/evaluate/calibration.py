@@ -469,7 +469,7 @@ class LabelSmoothing(NamedTuple):
     other: float
     """The best probability of every other class."""
     gap: float
-    """Logit of the target less that of the other classes."""
+    """Logit of the target minus that of the other classes."""
     minimum: float
     """The loss at the minimum, in nats."""
 

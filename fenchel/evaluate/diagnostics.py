@@ -7,11 +7,11 @@
     post-norm    norms after the branches of a model too deep for them, at its beginning
     neighbours   the lengths of embedding rows decide which rows are near by the inner product
 
-A detector looks at a model and a few tokens and gives sentences; it can be wrong, so its sentence
+A detector reads a model and a few tokens and gives sentences; it can be wrong, so its sentence
 has the number on which it rests. ``fenchel doctor DIR`` prints them. A head that attends to the
 previous token has an entropy near 0 and is healthy: collapse is a property of a layer.
 
-With p the weights of a row and u those with every score 0, the prior alone, a row that chooses has
+With p the weights of a row and u those with every score 0 (the prior), a row that chooses has
 a total variation TV(p, u) = sum |p - u| / 2 well above 0. It is finite for sparse maps too, where
 KL(p || u) may not be.
 """
@@ -161,7 +161,7 @@ PITFALLS = (
     Pitfall(
         "scale",
         "Attention is far sharper or far flatter than its scores suggest from the first step on.",
-        "Divide by the square root of the head width once; put a temperature into beta alone.",
+        "Divide by the square root of the head width once; put a temperature only into beta.",
         wrong_scale,
     ),
     Pitfall(
@@ -172,7 +172,7 @@ PITFALLS = (
     ),
     Pitfall(
         "uniform",
-        "Every token gets the same mixture, and the tokens of deep layers become alike.",
+        "Every token gets the same mixture, and the tokens of deep layers become equal.",
         "Look for queries or keys that were initialised too small, or a beta applied twice.",
         uniform_layers,
     ),

@@ -5,10 +5,10 @@
                                         is e; it favours long rows, those of frequent tokens
 
 Rows are compared after the mean row is subtracted, since all rows of a trained embedding share a
-large common part that says nothing about a token (``centred=False`` leaves it in). In d dimensions
-the cosine of two random directions has mean 0 and standard deviation 1 / sqrt(d), whatever d is: in
-3, 10, 100 and 1000 dimensions |cos| exceeds 0.2 with probability 0.80, 0.56, 0.04 and 0, so
-``spread`` is the scale on which a cosine is large or small.
+large common part that carries no information about a token (``centred=False`` leaves it in). In d
+dimensions the cosine of two random directions has mean 0 and standard deviation 1 / sqrt(d),
+whatever d is: in 3, 10, 100 and 1000 dimensions |cos| exceeds 0.2 with probability 0.80, 0.56, 0.04
+and 0, so ``spread`` is the scale on which a cosine is large or small.
 
 Tokens that occur in the same contexts get the same gradient through the LM head and drift together:
 "king" and "queen" in a model of a large text, two words for one thing in a small one.

@@ -37,12 +37,12 @@ from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import Transformer, evaluating
 
 _SETTINGS = frozenset("until max_gen_toks do_sample temperature top_k top_p min_p".split())
-_NEW_TOKENS = 256  # where a task does not say, as the harness has it
+_NEW_TOKENS = 256  # the harness's default for a task without one
 
 
 @dataclass(frozen=True)
 class HarnessAdapter:
-    """A model and its tokenizer behind the three requests of the harness."""
+    """The three requests of the harness, answered by a model and its tokenizer."""
 
     model: Transformer
     tokenizer: TextTokenizer

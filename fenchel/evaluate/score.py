@@ -125,7 +125,7 @@ def score_documents(
     limit: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Score:
-    """``score`` of documents, each read as if it stood alone, at the tokens that are scored.
+    """``score`` of documents, each read without the others, at the tokens that are scored.
 
     ``bytes`` are those of the text that these tokens spell. With a ``limit`` rows are read until
     they have that many targets.

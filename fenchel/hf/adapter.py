@@ -1,8 +1,8 @@
 """fenchel's attention as an attention function of transformers.
 
-A model of transformers looks its attention function up in a registry, by the name in its config,
+A model of transformers finds its attention function in a registry, by the name in its config,
 and in a second registry, by the same name, the function that makes the mask. ``register`` fills
-both at once: with the first alone the causal mask silently becomes None. The function is called
+both at once: with only the first, the causal mask silently becomes None. The function is called
 with
 
     query (B, H, T, D)   key (B, G, S, D)   value (B, G, S, E)   attention_mask (B, 1 or H, T, S)
@@ -16,7 +16,7 @@ keyword that a model passes is on one of three lists:
     all others    refused in one sentence, since a model without one of its terms is another model
 
 A soft cap c turns scores s into c tanh(s / c) before the prior; sinks s_aux (H,) are one more key
-with a score of its own and no value; a position bias is a prior, added to that of the mask.
+with its own score and no value; a position bias is a prior, added to that of the mask.
 
 ``register`` serves models of the caller's choice under a public name. ``attach`` switches one model
 and switches it back, under a private name that ``register`` refuses, so the two never collide:
@@ -287,7 +287,7 @@ def _patterns(allowed: Tensor) -> Iterator[tuple[str, Tensor, Prior | None]]:
 
 
 def _is_mask_alone(mask: Tensor, per_head: Tensor, allowed: Tensor) -> bool:
-    """Whether a mask forbids and does nothing else, alike in all heads."""
+    """Whether a mask only forbids keys, the same ones in all heads."""
     if not bool((per_head == allowed[:, None]).all()):
         return False
     return mask.dtype == torch.bool or bool(((mask == 0) | ~_allowed(mask)).all())
@@ -328,7 +328,7 @@ _numbers = count(1)
 class Attachment:
     """fenchel's attention in a model; leaving it (or ``detach``) restores the model.
 
-    Each attachment registers a private name of its own, so that two never share their counts and
+    Each attachment registers its own private name, so that two never share their counts and
     a name that a user registered is never replaced.
     """
 

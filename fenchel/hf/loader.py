@@ -1,9 +1,9 @@
 """A Hugging Face directory to a model of transformers, in float32 with its own eager attention.
 
 transformers opens no file of the directory. Its settings are those that the guarded reader
-(``fenchel.checkpoints.directory``) parsed, less the keys by which transformers would look for code,
-kernels or other files, and its state dict is the tensors whose headers that reader verified. A
-setting that names a file or an address is refused.
+(``fenchel.checkpoints.directory``) parsed, without the keys by which transformers would look for
+code, kernels or other files, and its state dict is the tensors whose headers that reader verified.
+A setting that names a file or an address is refused.
 
 Memory: transformers builds a model on the meta device, where nothing is allocated, and fills it
 afterwards. Each parameter and buffer that it registers there is counted, and the first beyond what
@@ -94,7 +94,7 @@ def _without_origins(value: Any) -> Any:
 
 @contextmanager
 def _bounded_by(directory: CheckpointDirectory) -> Iterator[None]:
-    """Within, a model on the meta device that the files cannot fill is refused as it is built.
+    """Context manager: refuses to build a meta-device model that needs more than the files hold.
 
     Tied weights are registered twice, and so is a buffer that a parent replaces.
     """
@@ -148,14 +148,14 @@ def _require_same_tensors(
         name for name in info["missing_keys"] if not (pooler_optional and "pooler" in name)
     )
     if info["mismatched_keys"]:
-        name, stored, asked = min(info["mismatched_keys"])
+        name, stored, required = min(info["mismatched_keys"])
         raise ValueError(
-            f"{path}: {printable(name)} has shape {list(stored)}, its settings ask for "
-            f"{list(asked)}."
+            f"{path}: {printable(name)} has shape {list(stored)}, its settings require "
+            f"{list(required)}."
         )
     if missing:
         raise ValueError(
-            f"{path} lacks {len(missing)} tensors that its settings ask for, the first "
+            f"{path} lacks {len(missing)} tensors that its settings require, the first "
             f"{printable(missing[0])}."
         )
     if info["unexpected_keys"]:

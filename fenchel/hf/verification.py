@@ -183,7 +183,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def narrow_windows(model: nn.Module, length: int) -> Iterator[int | None]:
-    """Within, a window that ``length`` tokens do not exceed is a quarter of them.
+    """Context manager: windows that ``length`` tokens do not exceed become a quarter of ``length``.
 
     transformers makes the mask of every call from the window in the config. Yields the largest
     window that was narrowed, or None.

@@ -30,7 +30,7 @@ row gets the same length, R, by its entry there:
 R is the length that 99 % of the a_i do not reach, and |a_i| is at most 0.95 R. Both factors are
 rotated by a random orthogonal matrix, so that no entry of the stream is special, and e is scaled to
 entries of size ``SIZE``, which the norms ignore: it is the size that AdamW's steps are measured by.
-Where the LM head is tied to the embedding, e alone is used: its rows are near each other when the
+Where the LM head is tied to the embedding, only e is used: its rows are near each other when the
 tokens are followed by the same ones, which is a better start than none (docs/log.md).
 
 The decomposition is that of Halko, Martinsson and Tropp (2011): a random range finder with power

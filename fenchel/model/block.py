@@ -8,15 +8,15 @@
 a is ``residual_scale``, 1 unless set. Under initial="zero" the last map of every branch starts at
 zero, so a fresh pre-norm block is the identity and a deep stack of them trains from the first step.
 
-The encoder beside a decoder is a stack without a causal mask, run once per source:
+The encoder of an encoder-decoder is a stack without a causal mask, run once per source:
 
     memory_BSM = norm(block(... block(x_BSM)))
 
-It shares the embedding of its Transformer and has blocks, a norm and a relative bias of its own.
+It shares the embedding of its Transformer and has its own blocks, norm and relative bias.
 
 **Recomputation** (activation checkpointing). A backward pass reads what the forward pass has
 computed, A bytes per position and layer (distributed/plan.py). With ``context.recompute`` a block
-keeps its input alone, 4 M of them, and computes the rest again when the backward pass reaches it:
+keeps only its input, 4 M of them, and computes the rest again when the backward pass reaches it:
 
     forward     x_l+1 = block_l(x_l)                        x_0, x_1, ..., x_L are kept
     backward    block_l(x_l) again, then its gradient       for l = L - 1, ..., 0
@@ -75,7 +75,9 @@ class Block(nn.Module):
         self, x_BTM: Tensor, context: ForwardContext = NO_CONTEXT, layer: int | None = None
     ) -> Tensor:
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
-        layer = layer if self.shared else None  # its own, which is no argument of a compiled graph
+        layer = (
+            layer if self.shared else None
+        )  # its own, which is not an argument of a compiled graph
         if context.recompute and torch.is_grad_enabled():
             return _recomputed(self, x_BTM, context, layer)
         return self.branches(x_BTM, context, layer)
@@ -117,7 +119,7 @@ class Block(nn.Module):
 
 
 def _recomputed(block: Block, x_BTM: Tensor, context: ForwardContext, layer: int | None) -> Tensor:
-    """The output of a block that keeps its input alone, and runs again in the backward pass.
+    """The output of a block that keeps only its input and runs again in the backward pass.
 
     Observers see the first pass only. What they compute from queries and keys is kept as it is.
     """
@@ -151,7 +153,7 @@ def _kept(observe: Observer) -> Observer:
 
 
 def _uncached_casts(x_BTM: Tensor, *, enabled: bool) -> AbstractContextManager[object]:
-    """Within, autocast does not store the casts of weights, which it would until a pass has ended.
+    """Context manager: autocast does not store the casts of weights until the end of a pass.
 
     A block casts each weight once. One that serves several layers (``enabled=False``) shares the
     cast, whose gradient is then summed in the dtype of the cast.
@@ -164,7 +166,7 @@ def _uncached_casts(x_BTM: Tensor, *, enabled: bool) -> AbstractContextManager[o
 
 @contextmanager
 def _state_of_first_pass(block: Block, buffers: list[Tensor]) -> Iterator[None]:
-    """Within, the buffers of a block are these; afterwards they are as before.
+    """Context manager: the buffers of a block are these, and as before afterwards.
 
     The balance of experts, which a pass leaves in its module, is put back too. With that of the
     second pass the activations of every layer would stay in memory.

@@ -99,16 +99,16 @@ class ModelConfig:
     kind: str = "decoder"
     """"decoder" is causal, "encoder" is not, "encoder-decoder" has one of each."""
     encoder_layers: int | None = None
-    """Blocks of the encoder beside a decoder. None is as many as ``layers``."""
+    """Blocks of the encoder of an encoder-decoder. None is as many as ``layers``."""
     distinct_layers: int | None = None
-    """Blocks with parameters of their own, each used for equally many layers in a row (ALBERT).
+    """Blocks with their own parameters, each used for equally many consecutive layers (ALBERT).
     None is one per layer."""
     head_size: int | None = None
     """Width per head. None is width / heads."""
     embedding_width: int | None = None
     """Width of the embedding, mapped to ``width`` by a linear map (ALBERT). None is ``width``."""
     token_types: int = 0
-    """Number of token types (segments; 2 in BERT), each with an embedding of its own."""
+    """Number of token types (segments; 2 in BERT), each with its own embedding."""
     embedding_scale: float = 1.0
     """Factor on the embedding: sqrt(width) in Gemma and the original Transformer."""
     embedding_norm: bool = False
@@ -326,7 +326,7 @@ class ModelConfig:
             )
 
     def _require_use(self) -> None:
-        """Raise for a setting that would have no effect, alone or beside another."""
+        """Raise for a setting that would have no effect, by itself or with another."""
         require_read(self)
         if self.scores == "l2" and (self.groups != self.heads or self.has_qkv_bias or self.qk_norm):
             raise ValueError(
@@ -368,7 +368,7 @@ class ModelConfig:
 
     @property
     def block_count(self) -> int:
-        """Blocks with parameters of their own: ``distinct_layers``, or one per layer."""
+        """Blocks with their own parameters: ``distinct_layers``, or one per layer."""
         return self.layers if self.distinct_layers is None else self.distinct_layers
 
     @property

@@ -54,7 +54,7 @@ class Flops(NamedTuple):
 def forward_flops(config: ModelConfig, T: int, *, S: int | None = None) -> Flops:
     """Operations of a forward pass over ``T`` positions that attend to ``S`` keys, T by default.
 
-    T = 1 with S = n counts the decoding of one token beside a cache of n - 1.
+    T = 1 with S = n counts the decoding of one token with a cache of n - 1.
 
     >>> config = ModelConfig(vocabulary=1000, width=64, layers=1, heads=4, mlp="gelu", context=512)
     >>> flops = forward_flops(config, T=128)  # T = 2 M

@@ -7,7 +7,7 @@ fewer keys than S; those are the last slots, and since priors are aligned to the
 prior serves every layer.
 
 Several documents may share a row (``segments_BT``, a number per document): a query then attends to
-keys of its own document alone, and positions count from the first slot of each.
+keys of its own document only, and positions count from the first slot of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class ForwardContext:
     memory_mask: Tensor | None = None
     """Which of its slots hold a token, (B, S)."""
     recompute: bool = False
-    """Whether a block keeps its input alone and is run again in the backward pass."""
+    """Whether a block keeps only its input and is run again in the backward pass."""
 
     priors: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
     """Dense priors of a padded batch by (mask, S), computed once for all layers that share them."""

@@ -17,9 +17,9 @@ would start at zero is drawn, and has gain 0 instead.
 drawn to multiply the variance of its input by v (1 under "xavier", M s^2 under "normal") adds a^2 v
 of it, a the factor on branches, and every norm divides the sum by 1 + a^2 v: after 2 L branches the
 embedding is (1 + a^2 v)^(-2 L) of the variance, about exp(-2 L a^2 v), and so is the gradient that
-reaches the first layer beside that of the last. The original Transformer had 2 L a^2 v = 12 and
-needed a warm-up; in a toy of docs/maths/model.md that learns at 12, half of the gain is lost at 16,
-and from 24 on nothing is learnt in 80 steps. Branches that start at zero, ``initial_depth`` and
+reaches the first layer compared with that of the last. The original Transformer had 2 L a^2 v = 12
+and needed a warm-up; in a toy of docs/maths/model.md that learns at 12, half of the gain is lost at
+16, and from 24 on nothing is learnt in 80 steps. Branches that start at zero, ``initial_depth`` and
 ``residual_scale="depth"`` (2 L a^2 v = 1) learn at any depth that was tried.
 
 Glorot and Bengio (2010), Understanding the difficulty of training deep feedforward networks.
@@ -67,7 +67,7 @@ def post_norm_trouble(config: ModelConfig) -> str | None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, generator: Generator = None) -> None:
-    """Draw every parameter of ``model`` anew, module by module in their order."""
+    """Draw every parameter of ``model`` again, module by module in their order."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             _draw(module.weight, config, generator)

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside the frozen linear maps of a trained model.
+"""LoRA: low-rank adapters of the frozen linear maps of a trained model.
 
     W' = W + (alpha / r) B A         A (r, I) drawn, B (O, r) zero, W (O, I) frozen
 
@@ -6,7 +6,7 @@ A fresh adapter changes nothing, since B is zero. Only A and B learn: r (I + O) 
 I O. ``merge`` adds the product to W; the model is then as large and as fast as before.
 
 Queries, keys and values are one map here, ``qkv``. The target "qkv" gives it one adapter; the
-targets "q", "k" and "v" give the rows of each an adapter of its own, as three maps would have:
+targets "q", "k" and "v" give the rows of each its own adapter, as three maps would have:
 
     W'_p = W_p + (alpha / r) B_p A_p       p in q, k, v;  W_p the rows of W that make p
 

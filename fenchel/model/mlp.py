@@ -20,11 +20,11 @@ Without a penalty a few experts take all tokens. The load-balancing loss is
 
     balance = X sum_e f_e P_e        f_e fraction of all choices that fell on e, P_e mean of p_e,
 
-with a derivative through P alone: it lowers the scores of experts that are chosen too often. It is
+with a derivative only through P: it lowers the scores of experts that are chosen too often. It is
 1 when the choices or the weights are even, and X P_e, at most X, when all tokens choose one expert
-e. It is no distance from evenness: where the choices and the weights favour different experts it is
-below 1 (for k = 1 never below 1/X), so 1 is where training leads and not a minimum. A
-trainer adds a small multiple of it to its loss (``Transformer.balance``).
+e. It is not a distance from evenness: where the choices and the weights favour different experts it
+is below 1 (for k = 1 never below 1/X), so 1 is where training leads and not a minimum. A trainer
+adds a small multiple of it to its loss (``Transformer.balance``).
 
 N tokens, M width of the stream, F width inside, X experts.
 

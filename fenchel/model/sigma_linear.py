@@ -1,4 +1,4 @@
-"""A linear map whose largest singular value is a parameter of its own.
+"""A linear map whose largest singular value is a separate parameter.
 
     W^ = g W / sigma(W),        sigma(W) = |W|_2 = max <a, W b> over unit a, b
 

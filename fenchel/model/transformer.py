@@ -5,7 +5,7 @@
     logits_BTV = norm(x_BTM) lm_head_VM^T          lm_head is embed itself when tied
 
 Row t of a decoder's logits predicts token t + 1, since row t depends on tokens 0 to t; row t of an
-encoder's predicts token t. With an encoder beside the decoder, ``encode`` runs over the source once
+encoder's predicts token t. In an encoder-decoder, ``encode`` runs over the source once
 and ``forward`` takes its output.
 
 ``meta_model`` builds a model on the meta device, where tensors have shapes and no values, for
@@ -99,20 +99,20 @@ class Transformer(nn.Module):
         return_hidden: bool = False,
         return_stream: bool = False,
     ) -> Tensor:
-        """(B, T) -> (B, T, V), or (B, 1, V) with ``last``: the logits of the last position alone.
+        """(B, T) -> (B, T, V), or (B, 1, V) with ``last``: the logits of only the last position.
 
         ``token_mask_BS`` is True at slots that hold a token, those of the ``cache`` and then the
         new ones; positions count tokens, and padding is never attended to. ``segments_BT`` numbers
         the documents of rows that hold several, one after another: each is read as if it stood
         alone. ``part`` selects the positions that are computed and gathers keys and values of the
-        rest; the result has these positions alone. ``memory_BSM`` is the output of ``encode``, with
-        a mask of its own. ``observe`` receives the queries, keys and values of every layer;
+        rest; the result has only these positions. ``memory_BSM`` is the output of ``encode``, with
+        its own mask. ``observe`` receives the queries, keys and values of every layer;
         ``attention_override`` may replace its attention output (fenchel/model/forward_context.py).
-        With ``recompute`` blocks keep their inputs alone for the backward pass, which runs them
+        With ``recompute`` blocks keep only their inputs for the backward pass, which runs them
         again (fenchel/model/block.py). With ``return_hidden`` the input of the LM head is returned
         instead of the logits, (B, T, M), for a loss that computes them in parts; a model without an
         LM head has nothing else to return. ``return_stream`` returns the output of the last block
-        after the last norm, (B, T, M), which an LM head with layers of its own changes further.
+        after the last norm, (B, T, M), which an LM head with further layers changes again.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         """
         if self.encoder is None:
             raise ValueError(
-                f"a model of kind={self.config.kind!r} has no encoder beside it; call it as it is."
+                f"a model of kind={self.config.kind!r} has no separate encoder; call it directly."
             )
         S = ids_BS.shape[-1]
         self._require_ids(ids_BS, S, token_mask_BS)
@@ -377,7 +377,7 @@ class Transformer(nn.Module):
         return [block.attention for block in blocks for _ in range(repeats)]
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw every parameter anew (fenchel/model/initialisation.py)."""
+        """Draw every parameter again (fenchel/model/initialisation.py)."""
         if not self.embed.weight.is_meta and (trouble := post_norm_trouble(self.config)):
             warnings.warn(trouble, stacklevel=3)
         initialise(self, self.config, generator)

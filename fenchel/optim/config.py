@@ -26,7 +26,7 @@ steps it would come near the radius of the ball, and since a step shrinks the sc
 gamma / radius, would leave nothing of them: gamma is half of the radius at most.
 
 The argument leaves open what ``score_total`` is; docs/optimisers.md has the runs behind its
-default, and their limits. A limit is no target: ScoreTrust's is per step, whatever the length.
+default, and their limits. A limit is not a target: ScoreTrust's is per step, whatever the length.
 
 **How large the scores are.** Sharp heads are learnt late. The ball of ScoreDescent therefore opens,
 its radius after t steps is ``score_radius`` + ``score_opening`` t, in steps taken, not in shares of

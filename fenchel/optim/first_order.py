@@ -18,9 +18,9 @@ gradient.)
     adamw         g = gradient      theta <- (1 - eta lambda) theta - eta mh / (sqrt(vh) + eps)
 
 In ``adam_l2`` the decay is divided by sqrt(vh) like any gradient, so weights with large gradients
-hardly decay; in ``adamw`` all decay alike. Without the bias corrections the first step would be
-(1 - beta1) / sqrt(1 - beta2) = 3.16 eta long. In all of them a parameter group may bring its own
-``weight_decay`` and ``lr``.
+hardly decay; in ``adamw`` all decay at the same rate. Without the bias corrections the first step
+would be (1 - beta1) / sqrt(1 - beta2) = 3.16 eta long. In all of them a parameter group may bring
+its own ``weight_decay`` and ``lr``.
 
 ``CombinedOptimiser`` steps several optimisers, each with its own parameters, as one.
 

@@ -28,7 +28,7 @@ torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal
 stacked into one batched product. On a GPU the iteration runs in bfloat16 as well, whose products
 are several times faster than those of float32. On a CPU it runs in the dtype of the weights:
 bfloat16 is slower there without instructions for it, and about twice as fast for wide matrices with
-them, but runs that differ in rounding alone then drift apart within a few steps (docs/log.md).
+them, but runs that differ only in rounding then drift apart in a few steps (docs/log.md).
 
 Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """

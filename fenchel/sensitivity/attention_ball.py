@@ -33,7 +33,7 @@ Bound B, from the centre: the exact norm there, plus bounds of the change of eac
 B tends to the exact value as r -> 0, A is the smaller one for large r. In the norm max_i |x_i| the
 same pieces give max_i |V| + g_i h_i + g_i (sum_j s')^(1/2) (max_j |B_j^T q_i| + r M), free of n.
 
-Rotations enter through A_i and B_j alone: row i depends on the keys through A_i^T, column j on the
+Rotations enter only through A_i and B_j: row i depends on the keys through A_i^T, column j on the
 queries through B_j^T. Without rotations A_i = A and B_j = B, and these are the formulas of
 docs/maths/sensitivity.md. For consecutive positions A_i^T B_j depends on j - i, and M is the
 largest of 2 n - 1 norms; for others M = |A| |B|.
@@ -249,7 +249,7 @@ def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor
     nu_low, nu_high = nu_low - slack * (1.0 + nu_low.abs()), nu_high + slack * (1.0 + nu_high.abs())
     high = choice.response(x + e - nu_low).clamp(0.0, 1.0)
     low = choice.response(x - e - nu_high).clamp(0.0, 1.0)
-    # Weights sum to one: each lies within what the extremes of the others leave.
+    # Weights sum to one: the extremes of the others bound each of them.
     open_ = x > -torch.inf
     high = torch.where(open_, high, 0.0)
     low = torch.where(open_, low, 0.0)

@@ -217,8 +217,8 @@ class AttentionJacobian(Operator):
         """Fused products, where they serve and the weights are not cached.
 
         They subtract the mean of T and of g v^T without the shift of ``WeightBlock``, so a nearly
-        one-hot row is off by the rounding of its scores: little beside the values, whose weights
-        sum to 1, and so it is used where the values move.
+        one-hot row is off by the rounding of its scores: little compared with the values, whose
+        weights sum to 1, and so it is used where the values move.
         """
         if self.rows.cache or "v" not in self.wrt or self.dtype != torch.float32:
             return None
@@ -355,7 +355,7 @@ class SelfAttentionJacobian(Operator):
         self.score_error = 0.0
         if self.dtype == torch.float64:
             # The rounding of q, k and v counts in full where differences of them cancel. Bounds of
-            # it by norms are of use in float64 alone.
+            # it by norms are useful only in float64.
             sizes = [float(lengths(w.flatten(-2)).amax()) for w in x.W]
             size = float(lengths(x.X).amax()) if x.X.numel() else 0.0
             eps = 4.0 * (M + 4) * torch.finfo(self.dtype).eps

@@ -172,7 +172,7 @@ class Certificate:
         bracket = spectral_norm(_derivative(f)(self.witness), failure=failure, tol=1e-6)
         if float(bracket.upper) < self.lower * (1 - 1e-6) or float(bracket.lower) > self.upper:
             raise ValueError(
-                f"this certificate says {self.lower:.6g} to {self.upper:.6g}, and f measures "
+                f"this certificate has {self.lower:.6g} to {self.upper:.6g}, and f measures "
                 f"{float(bracket.lower):.6g} at its witness; it belongs to another function."
             )
         return bracket

@@ -13,7 +13,7 @@ These products are estimates, and ``error`` bounds their error: four times the l
 (4/3) |D(h) - D(2h)|, the largest so far, relative to the largest |J v|. Where the series dominates,
 that is far too much; where the rounding of f dominates, its share in J v is four times that in the
 correction, hence the factor. ``spectral_norm`` widens its upper end by it; its lower end |J^T u|
-needs the reverse derivative alone and stays exact.
+needs only the reverse derivative and stays exact.
 
 ``remainder``. The first-order expansion and what it leaves out,
 

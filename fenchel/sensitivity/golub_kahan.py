@@ -10,7 +10,7 @@ and Kahan). So v_{j+1} = p_j(J^T J) v_1 for polynomials of degree j: p_0 = 1 and
     b_j p_j(x) = (x - a_j) p_{j-1}(x) - b_{j-1} p_{j-2}(x).
 
 Lower. The top eigenvector of the tridiagonal matrix of a and b gives v, and u = J v / |J v|. The
-number reported is |J^T u|, computed anew, and ``right`` = J^T u / |J^T u| attains it:
+number reported is |J^T u|, computed again, and ``right`` = J^T u / |J^T u| attains it:
 |J right| >= lower.
 
 Below the first. Since the v_j are orthonormal, the i-th largest eigenvalue of the tridiagonal
@@ -155,7 +155,7 @@ def spectral_norm(
 
     Stops when upper / lower <= 1 + tol for every operator of the batch, or after ``iterations``
     pairs of products; then the operator's own ceiling, where it has one, may still lower ``upper``.
-    With ``failure`` = 0 the upper bound is certain: that ceiling alone.
+    With ``failure`` = 0 the upper bound is certain: only that ceiling.
 
     >>> bracket = spectral_norm(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> round(float(bracket.lower), 4), round(float(bracket.upper), 4)
@@ -267,7 +267,7 @@ def unit_scale(J: Operator, v: Tensor, size: Tensor) -> Tensor | None:
 
 
 def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor:
-    """``upper``, or the operator's ceiling where that is less."""
+    """``upper``, or the operator's ceiling where that is smaller."""
     ceiling = J.ceiling()
     if ceiling is None:
         if failure == 0:
@@ -328,7 +328,7 @@ class _Bidiagonalisation:
         self.b.append(np.maximum(b, rounding))
 
     def _fresh(self, b: Array) -> Tensor:
-        """A random unit vector orthogonal to the basis, for where w is rounding alone."""
+        """A random unit vector orthogonal to the basis; used when w is only rounding error."""
         if not np.isfinite(b).all():
             raise ValueError("a product of this operator is inf or nan; it has no norm there.")
         random = self.basis.without(gaussian(self.J, self.generator))
@@ -343,7 +343,7 @@ class _Bidiagonalisation:
         return np.asarray(np.sqrt(np.maximum(top, 0.0)), dtype=np.float64)
 
     def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """left = J v / |J v|, right, lower = |J^T left|, computed anew, and |J v|."""
+        """left = J v / |J v|, right, lower = |J^T left|, computed again, and |J v|."""
         J = J if self.f is None else UnitScale(J, self.f)
         y = np.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
         v = self.basis.combine(torch.as_tensor(y, device=self.v.device)).to(J.dtype)
@@ -396,7 +396,7 @@ class _Bidiagonalisation:
         """log sqrt(sum_j p_j(sigma^2)^2), scaled at every step so that nothing overflows."""
         x: Any = sigma**2
         a, b = np.stack(self.a), np.stack(self.b)
-        b[b == 0.0] = 1.0  # the zero operator alone
+        b[b == 0.0] = 1.0  # only for the zero operator
         hypot: Any = np.hypot
         logarithm: Any = np.log
         rows: Any = zip(a, b, strict=True)

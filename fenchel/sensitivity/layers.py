@@ -21,7 +21,7 @@ c (3 t - 3 tau t^3).
 
 A gated MLP multiplies two linear maps of its token, y = a(g) u with g = x W_G and u = x W_U, and
 
-    J = diag(a'(g) u) W_G^T + diag(a(g)) W_U^T        for every token alone.
+    J = diag(a'(g) u) W_G^T + diag(a(g)) W_U^T        for every single token.
 
 In the ball g_f moves by at most rho |W_G e_f| and u_f by rho |W_U e_f|, so the two diagonals move
 by at most some d_f and e_f, |J' - J| <= |diag(d) W_G^T| + |diag(e) W_U^T|, and |J'| is at most that
@@ -34,7 +34,7 @@ variation is then at most twice the bound.
 Chains. The image of the ball of one layer lies in the ball of the next one (``BallBound.carry``).
 Upper bounds multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the
 variation. A skip connection adds one to the upper bound and nothing to the variation. So a network
-has a variation of its own, and its norm at the centre plus that variation is an upper bound; the
+has its own variation, and its norm at the centre plus that variation is an upper bound; the
 product of the upper bounds is another, and the smaller one is used.
 """
 
@@ -90,12 +90,12 @@ class NormJacobian(Operator):
         return self.domain.flatten([self.pull(self.domain.unflatten(u)[0])])
 
     def push(self, v: Tensor) -> Tensor:
-        """J v for v shaped like X, behind the axis of a stack."""
+        """J v for v shaped like X, after the axis of a stack."""
         moved = self._inner(v)
         return moved if self.weight is None else self.weight * moved
 
     def pull(self, g: Tensor) -> Tensor:
-        """J^T g for g shaped like X, behind the axis of a stack."""
+        """J^T g for g shaped like X, after the axis of a stack."""
         return self._inner(g if self.weight is None else self.weight * g)
 
     def ceiling(self) -> Tensor:
@@ -241,8 +241,8 @@ class SelfAttention(TokenLayer):
 
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
     of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
-    keys by position (RoPE, see ``rotation_matrices``), behind ``qk_norm``, the norm layers of
-    queries and keys per head. ``bias`` is added behind W_O.
+    keys by position (RoPE, see ``rotation_matrices``), after ``qk_norm``, the norm layers of
+    queries and keys per head. ``bias`` is added after W_O.
     """
 
     W_Q: Tensor
@@ -576,7 +576,7 @@ class Chain(TokenLayer):
         return J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """The bounds of a product, and the norm at the centre plus the variation if it is less."""
+        """The bounds of a product, or the norm at the centre plus the variation if smaller."""
         whole, J = IDENTITY, identity(X)
         for layer in self.layers:
             bound = layer.ball_bound(X, ball, estimator)

@@ -10,7 +10,7 @@ map of several tensors takes a tuple. The same numbers may also be given in a fl
     (n,)  or  (n, k)                 -> (m,)  or  (m, k), as for a matrix
 
 An operator may be a batch of operators, one per index of the leading axes ``batch``: every rule
-above then applies behind those axes, and a spectral norm is one number per index. ``A @ B``,
+above then applies after those axes, and a spectral norm is one number per index. ``A @ B``,
 ``A + B`` and ``-A`` are operators again, so a block of a network is written as its
 formula: ``identity(x) + attention @ norm``.
 
@@ -112,7 +112,7 @@ class Operator(ABC):
     dtype: torch.dtype
     device: torch.device
     rounding: float = 0.0
-    """How far |J v| may be off, for a unit v, beside ``error``: by cancellation, by underflow."""
+    """Error of |J v| for a unit v in addition to ``error``: by cancellation, by underflow."""
 
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class NormEstimator:
         return float(bracket.upper)
 
     def from_centre(self, J: Operator, bound: BallBound) -> BallBound:
-        """``bound``, with |J|_2 plus the variation as its upper bound where that is less."""
+        """``bound``, with |J|_2 plus the variation as its upper bound where that is smaller."""
         if bound.variation >= bound.upper:
             return bound
         near = (self.upper_norm(J) + bound.variation + J.error * bound.upper) * _GROW

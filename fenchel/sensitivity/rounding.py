@@ -45,7 +45,7 @@ def product(*factors: Tensor) -> Tensor:
     for factor in factors[1:]:
         part = torch.frexp(factor)
         mantissa, exponent = mantissa * part.mantissa, exponent + part.exponent
-    half = exponent // 2  # 2^1024 is no number, though half of it times 1.5 is one
+    half = exponent // 2  # 2^1024 overflows, though half of it times 1.5 does not
     return torch.ldexp(torch.ldexp(mantissa, half), exponent - half)
 
 

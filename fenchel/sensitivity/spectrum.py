@@ -29,7 +29,7 @@ from fenchel.sensitivity.operator import Matrix, Operator
 
 
 class SingularValues(NamedTuple):
-    """The top k singular values, largest first, behind the axes of the operator's batch."""
+    """The top k singular values, largest first, after the axes of the operator's batch."""
 
     values: Tensor
     """(*batch, k)."""
@@ -71,7 +71,7 @@ def singular_values(
         block = run.step(block)
         values, vectors = torch.linalg.eigh(run.image())
         tops = vectors[..., -k:]
-        # The part of J^T J times a Ritz vector outside the space comes from the last block alone.
+        # The part of J^T J times a Ritz vector outside the space comes only from the last block.
         rest = tops[..., -len(block) :, :].mT @ block.movedim(0, -2).double()
         if bool((length(rest) <= tol * values[..., -1:]).all()) or run.basis.count >= n:
             break

@@ -57,7 +57,7 @@ class WeightBlock(NamedTuple):
 
         ``Choice.jacobian_product`` with s computed once. A common shift of dz changes nothing;
         the shift that makes dz 0 at the heaviest key keeps saturated rows exact, where the plain
-        difference of two large numbers would be rounding alone.
+        difference of two large numbers would be only rounding error.
         """
         if self.heaviest is not None:
             dz -= dz.gather(-1, self.heaviest)

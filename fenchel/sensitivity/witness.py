@@ -2,7 +2,7 @@
 
 ``blowup``: self-attention has no Lipschitz constant on all of R^(n x M). Let A = scale W_Q W_K^T,
 n >= 2, A != 0, W_V != 0. Put token i at 0 and the others at +t u and -t u. The scores of row i are
-0 for any t, so its weights do not depend on t, and under a move w of token i alone row i moves by
+0 for any t, so its weights do not depend on t, and under a move w of only token i, row i moves by
 
     t^2 kappa (w^T A u) W_V^T u  +  p_ii W_V^T w,
     kappa = sum_j s_j e_j^2 - (sum_j s_j e_j)^2 / sum_j s_j

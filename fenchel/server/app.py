@@ -1,9 +1,9 @@
-"""HTTP around the engine: routes, limits, and who may ask.
+"""HTTP around the engine: routes, limits and access.
 
     client -> guard -> route -> body -> call -> engine (a thread) -> updates -> response or stream
 
 One event loop does HTTP; the engine's thread owns the model. Bodies are checked and encoded in a
-pool of threads, since a text may be long and a chat template has a process of its own. Updates
+pool of threads, since a text may be long and a chat template runs in its own process. Updates
 cross from the engine to the loop once per step for all requests (``Relay``).
 
 **Access.** The server listens on a loopback address unless another one is configured.
@@ -106,7 +106,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     key: str | None = None
     origins: tuple[str, ...] = ()
-    """Origins of web pages that may send requests, beside the server's own."""
+    """Origins of web pages that may send requests, in addition to the server's own."""
     queue_seconds: float = 60.0
     """A request that has waited longer for a row gets 503."""
     deadline: float | None = None
@@ -309,7 +309,7 @@ class Exchange:
         return chunks
 
     def close(self) -> None:
-        """End what still runs; no client waits any more."""
+        """End what still runs; no client is waiting."""
         self._cancel()
         for timer in self._timers:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""Texts to vectors, by decoders and encoders alike.
+"""Texts to vectors, by decoders and by encoders.
 
     e = m / |m|,    m = the mean over all tokens of the final stream
 
@@ -7,7 +7,7 @@ calls last_hidden_state. The tokens are those of ``encode_whole``, the control t
 included. An encoder-decoder gives the output of its encoder. Decoders were not trained for this:
 their vectors compare texts, and worse than those of a model that was.
 
-A thread of its own computes one text after another.
+A separate thread computes one text after another.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fenchel.model import Transformer
 
 
 class Embedder:
-    """The vectors of token ids, from a thread of its own."""
+    """The vectors of token ids, from a separate thread."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.width = model, model.config.width

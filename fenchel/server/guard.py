@@ -37,7 +37,7 @@ class Guard(ABC):
     def __init__(
         self, app: ASGIApp, names: Collection[str] | None, origins: Collection[str] = ()
     ) -> None:
-        """``names`` are the server's; None accepts any Host, for a server that asks for a key."""
+        """``names`` are the server's; None accepts any Host, for a server that requires a key."""
         self.app, self.origins = app, origins
         self.names = None if names is None else {name.lower() for name in names}
 

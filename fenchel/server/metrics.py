@@ -1,6 +1,6 @@
 """Numbers about the server in the text format of Prometheus, for GET /metrics.
 
-Every server has a registry of its own. The engine reports steps and ended requests on its thread;
+Every server has its own registry. The engine reports steps and ended requests on its thread;
 the event loop reports answers and traces. The share of prompts in the engine's time is
 
     rate(fenchel_prefill_seconds_total) / (that + rate(fenchel_step_seconds_sum))

@@ -9,7 +9,7 @@ from fenchel.choice.by_name import MAPS, by_name
 from fenchel.config import Use, read_with, require_read
 
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
-"""Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
+"""Cross-entropy is the Fenchel-Young loss of softmax; the others have the names of their maps."""
 SHARDS, GATHER_DTYPES = ("auto", "none", "full", "node"), ("float32", "bfloat16")
 RECOMPUTE = ("none", "block")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
@@ -51,7 +51,8 @@ class TrainConfig:
     """Seconds that a process waits for the others before the run ends with an error."""
     init: str = "bigram"
     """Fresh embedding and LM head: "bigram" from counts of the training text, for cross-entropy and
-    logits that are one matrix times a normalised stream; "random" drawn, as everything else is."""
+    logits that are one matrix times a normalised stream; "random" draws them, like all other
+    weights."""
     clip: float = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     loss: str = "cross_entropy"
@@ -93,7 +94,7 @@ class TrainConfig:
     max_nonfinite_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     log: tuple[str, ...] = ()
-    """Loggers beside metrics.jsonl: "tensorboard"."""
+    """Loggers in addition to metrics.jsonl: "tensorboard"."""
 
     USES: ClassVar = (
         read_with("loss_alpha", "loss", "entmax"),

@@ -1,4 +1,4 @@
-"""Callbacks of a run beside the terminal: TensorBoard, and a list of callbacks.
+"""Callbacks of a run in addition to the terminal: TensorBoard, and a list of callbacks.
 
 ``Callback`` (fenchel/train/loop.py) is the protocol. Every line of metrics.jsonl is passed to
 ``log``; a line may hold one number per layer, or one per layer and head.

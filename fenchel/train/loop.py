@@ -48,7 +48,7 @@ class Callback(Protocol):
         """A line of metrics was written."""
 
     def message(self, text: str) -> None:
-        """A sentence for the person who runs it."""
+        """A sentence for the user."""
 
 
 class Outcome(NamedTuple):

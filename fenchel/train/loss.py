@@ -29,7 +29,7 @@ softmax, its derivative and the memory for both come on top. But e follows from 
 logits of R rows are computed at a time, turned into e, multiplied into both gradients, and
 discarded. The memory is that of R rows, and forward and backward take 165 ms instead of 340 ms
 (4096 positions, M = 128, V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the
-three products alone take 150 ms of the first. On a GPU kernels/cross_entropy.py computes e for the
+the three products take 150 ms of the first. On a GPU kernels/cross_entropy.py computes e for the
 cross-entropy. The gradient is computed with the loss, returned once, and cannot be differentiated
 again.
 
@@ -212,7 +212,7 @@ def _row_counts(targets_N: Tensor, V: int, class_weights_V: Tensor | None) -> Te
 
 @contextmanager
 def sparse_embedding_gradient(embedding: nn.Embedding | None) -> Iterator[None]:
-    """Within, ``embedding`` has a sparse gradient, on a CPU in float32 or float64.
+    """Context manager: ``embedding`` has a sparse gradient, on a CPU in float32 or float64.
 
     For an embedding that is tied to the LM head: the loss must follow, whose gradient is dense, or
     the gradient stays sparse. None changes nothing. In half precision every token would round.

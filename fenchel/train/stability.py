@@ -6,12 +6,12 @@
                      down to it
 
 Both read the queries and keys of the forward pass, which the model passes to ``observe``. They are
-functions of the step alone, so a resumed run needs no state of theirs. QK-norm, soft-capping and
+functions of only the step, so a resumed run needs no state of theirs. QK-norm, soft-capping and
 sigma-reparametrisation change the model instead, and are its settings.
 
 Where documents are packed into one row of a batch, entropies and scores are measured over pairs of
 a query and a key of the same document, and padding is excluded: the result is that of every
-document in a row of its own (``PackedDocuments``).
+document in a separate row (``PackedDocuments``).
 
 **Entropy.** The entropy of a head is the mean of H(p) over all rows that have a key
 (``fenchel.attention.head_entropy``, which computes its gradient with the value). A head whose
@@ -25,7 +25,7 @@ the forward pass of the step, and tau the limit,
 
 biases alike. Scores are bilinear in the two, so those of head h shrink by exactly gamma_h and
 those of every other head stay as they are. Where several heads share a key, the query takes the
-whole factor, W_Q,h <- gamma_h W_Q,h. QK-clip acts on weights alone: it adds nothing to the loss,
+whole factor, W_Q,h <- gamma_h W_Q,h. QK-clip acts only on weights: it adds nothing to the loss,
 leaves the model at inference and the optimiser state as they are, and does not touch, to the bit, a
 head below the limit.
 
@@ -67,7 +67,7 @@ class AttentionModule(Protocol):
 
 
 class AttentionSettings(Protocol):
-    """The settings of a model that decide whether its scores are scale q.k alone."""
+    """The settings of a model that decide whether its scores are just scale q.k."""
 
     @property
     def positions(self) -> str:
@@ -92,7 +92,7 @@ class AttentionSettings(Protocol):
 
 @runtime_checkable
 class AttentionModel(Protocol):
-    """What the switches need of a model beside ``Trainable`` (fenchel/train/step.py)."""
+    """What the switches need of a model in addition to ``Trainable`` (fenchel/train/step.py)."""
 
     @property
     def config(self) -> AttentionSettings:
@@ -103,7 +103,7 @@ class AttentionModel(Protocol):
 
 
 def why_not_entropy(config: AttentionSettings) -> str | None:
-    """Why the scores of a model are not those of its q and k alone, or None if they are."""
+    """Why the scores of a model are not just scale q.k, or None if they are."""
     if config.positions in ("alibi", "buckets"):
         return f'positions="{config.positions}" add to its scores'
     if config.sinks:
@@ -159,7 +159,7 @@ class PackedDocuments(NamedTuple):
         return cls(segments, filled[document])
 
     def prior(self, mask: Prior | None, keys: int) -> Prior:
-        """``mask`` within documents, for the first ``keys`` positions."""
+        """``mask`` inside documents, for the first ``keys`` positions."""
         own = Segments(self.segments[:, :keys]) + Dense(self.filled[:, None, None, :keys])
         return own if mask is None else mask + own
 

@@ -196,7 +196,7 @@ class Stepper:
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
 
     def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        # A block that is run again is a graph of its own.
+        # A block that is run again is a separate graph.
         return compiled(model) if self.config.recompute == "none" else compiled_blocks(model)
 
     def _set_rates(self, step: int) -> None:
@@ -248,7 +248,7 @@ class Stepper:
         return metrics
 
     def _hidden(self, batch: Batch, step: int) -> Iterator[Tensor]:
-        """The input of the LM head of each micro-batch, each with dropout noise of its own."""
+        """The input of the LM head of each micro-batch, each with its own dropout noise."""
         rows = len(batch.inputs) // self.config.accumulate
         for part in range(self.config.accumulate):
             yield self._hidden_of_part(batch.rows(part * rows, (part + 1) * rows), step, part)
@@ -325,7 +325,7 @@ def _finite(value: Any) -> bool:
 
 @contextmanager
 def one_power_iteration(layers: Sequence[PowerIterated]) -> Iterator[None]:
-    """Take one power iteration per layer, and none in the training passes within."""
+    """Context manager: one power iteration per layer at the start, none in the passes inside."""
     before = [layer.iterations for layer in layers]
     for layer in layers:
         layer.power_iterate(1)
@@ -379,15 +379,15 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
 def compiled_blocks(model: nn.Module) -> Callable[..., Tensor]:
     """The forward pass with every block by torch.compile; blocks of one kind share a graph.
 
-    What lies between the blocks runs as it is: FSDP2 gathers weights there. Only these passes are
+    The code between the blocks is not compiled: FSDP2 gathers weights there. Only these passes are
     compiled, not those that evaluate the model or observe its attention. What is compiled of a
     block is its method ``branches``, which ``forward`` calls, once or, with ``recompute``, again in
     the backward pass: the same graph twice.
     """
     blocks: list[Any] = list(model.get_submodule("blocks").children())
     forwards = [torch.compile(block.branches) for block in blocks]
-    # Blocks with settings or hooks of their own have graphs of their own; beyond 8 of them torch
-    # would go on without a word and without compiling.
+    # Blocks with different settings or hooks have different graphs; beyond 8 of them torch
+    # would silently go on without compiling.
     graphs = {"recompile_limit": 8 + 4 * len(blocks), "accumulated_recompile_limit": 2**16}
 
     def call(*args: Any, **keywords: Any) -> Tensor:

@@ -144,7 +144,7 @@ def test_an_empty_directory_may_be_filled_and_a_file_may_not(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="not empty"):
         save(model_of(), None, tmp_path / "out")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="no directory"):
+    with pytest.raises(ValueError, match="not a directory"):
         save(model_of(), None, tmp_path / "file", overwrite=True)
     assert (tmp_path / "file").read_text() == "mine"
 

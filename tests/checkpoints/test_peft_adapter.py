@@ -121,10 +121,10 @@ def test_we_compute_what_adapters_of_peft_compute(
     ("changes", "sentence"),
     [
         ({"peft_type": "IA3"}, "'IA3' adapter; LORA is read"),
-        ({"use_dora": True}, "use_dora=True is no part of plain LoRA"),
+        ({"use_dora": True}, "use_dora=True is not part of plain LoRA"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"r": 9, "rank_pattern": {}}, "says rank 9"),
+        ({"r": 9, "rank_pattern": {}}, "has rank 9"),
         ({"lora_alpha": "x", "alpha_pattern": {}}, "lora_alpha should be above 0"),
         ({"alpha_pattern": {"(a+)+$": 2}}, "by their names"),
     ],
@@ -162,5 +162,5 @@ def test_tensors_without_a_place_are_refused(
     for changes, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             load_model(base, adapter=written(**changes))
-    with pytest.raises(ValueError, match="is no adapter"):
+    with pytest.raises(ValueError, match="is not an adapter"):
         load_model(base, adapter=tmp_path)

@@ -42,5 +42,5 @@ def test_one_number_more_or_less_is_another_checkpoint() -> None:
 def test_an_incomplete_record_is_damaged(tmp_path: Path) -> None:
     with committed(tmp_path / "base", {"checkpoint": 3}):
         pass
-    with pytest.raises(Damaged, match="which checkpoint"):
+    with pytest.raises(Damaged, match="name the checkpoint"):
         read_base(tmp_path)

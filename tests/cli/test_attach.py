@@ -104,7 +104,7 @@ def test_what_is_saved_remembers_its_map(
     assert again["map"] == first["map"] == {"map": "entmax", "alpha": 1.5, "beta": 2.0}
     assert again["text"]["entmax"] == pytest.approx(first["text"]["entmax"])
     assert main(["attach", str(checkpoint), "--map", "hard", "--out", str(out)]) == 2
-    assert "exists and is left alone" in capsys.readouterr().err
+    assert "exists and is not overwritten" in capsys.readouterr().err
 
 
 def test_what_is_saved_is_the_same_checkpoint(

@@ -79,7 +79,7 @@ def test_the_page_draws_every_bin_and_overwrites_nothing(
     assert "<svg" in drawn
     assert "http://" not in drawn.replace("http://www.w3.org/2000/svg", "")
     assert main(words) == 2
-    assert "exists and is left alone" in capsys.readouterr().err
+    assert "exists and is not overwritten" in capsys.readouterr().err
     assert page.read_text() == drawn
 
 
@@ -267,7 +267,7 @@ def test_a_model_without_its_own_text_needs_one(
     shutil.copytree(run_directory, copy)
     (copy / "text.json").unlink()
     assert main(["eval", str(copy)]) == 2
-    assert "has no text of its own; name one with --text." in capsys.readouterr().err
+    assert "has no text; name one with --text." in capsys.readouterr().err
 
 
 def test_the_distance_of_windows_can_be_set(

@@ -40,7 +40,7 @@ def test_a_run_is_tuned_exported_and_resumed(
         (["DIR", "--text", "TEXT", "--epochs", "0"], "tune.epochs=0"),
         (["DIR", "--text", "TEXT", "--template", "plain"], "--template writes conversations"),
         (["DIR", "--resume", "DIR"], "no DIR with it"),
-        (["DIR", "--text", "TEXT", "--export", "DIR"], "exists and is left alone"),
+        (["DIR", "--text", "TEXT", "--export", "DIR"], "exists and is not overwritten"),
         (["DIR", "--text", "TEXT", "--set", "model.width=8"], "model.width is the checkpoint's"),
     ],
 )

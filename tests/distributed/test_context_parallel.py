@@ -283,7 +283,7 @@ def test_groups_measure_packed_documents_as_one_process_does(launch) -> None:
 
 def test_groups_need_chunks_of_equal_length() -> None:
     world = World(size=6, local_size=6)
-    with pytest.raises(ValueError, match="its 64 positions are no multiple of 6"):
+    with pytest.raises(ValueError, match="its 64 positions are not a multiple of 6"):
         require_supported(TrainConfig(context_group=3), world, context=T)
 
 

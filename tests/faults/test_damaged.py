@@ -39,7 +39,7 @@ def test_a_damaged_newest_one_falls_back_with_a_sentence_that_names_both(
     os.truncate(newest(halfway) / "model.safetensors", 1000)
     ended = lab.resume(halfway, mischief=lab.signalled(21))
     assert "step-000023 is damaged, step-000020 is used instead: " in ended.said
-    assert "model.safetensors has 1000 bytes, its manifest says" in ended.said
+    assert "model.safetensors has 1000 bytes, and" in ended.said
     assert "Resuming from step-000020." in ended.said
     assert lab.kept(halfway) == [15, 20, 21]
     assert (halfway / "checkpoints" / "step-000023.damaged").is_dir()
@@ -153,7 +153,7 @@ def test_checkpoints_exchanged_or_renamed_are_never_mixed(
     ended = lab.resume(halfway)
     assert ended.code == 0
     assert "step-000023 is damaged, step-000015 is used instead" in ended.said
-    assert "holds step 20 of format 2, not what its name says" in ended.said
+    assert "holds step 20 of format 2, which differs from its name" in ended.said
     assert lab.story(halfway) == whole
 
 

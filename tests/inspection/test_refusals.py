@@ -76,7 +76,7 @@ def test_a_pickle(folder: Path) -> None:
 def test_code_of_its_own(folder: Path) -> None:
     settings(folder, auto_map={"AutoModel": "evil.Model"})
     (folder / "evil.py").write_text("raise SystemExit('this ran')")
-    with pytest.warns(UserWarning, match="code of its own"):
+    with pytest.warns(UserWarning, match="its own code"):
         open_model(folder)
 
 
@@ -134,7 +134,7 @@ def test_where_no_loader_can_read_it_our_reason_is_given(folder: Path) -> None:
 
 def test_settings_of_another_width(folder: Path) -> None:
     settings(folder, n_embd=48)
-    with pytest.raises(ValueError, match="its settings ask for"):
+    with pytest.raises(ValueError, match="its settings require"):
         open_model(folder)
 
 

@@ -83,7 +83,7 @@ class Family:
             return ModelConfig(**ours)
         except ValueError as error:
             raise ValueError(
-                f"{where} asks for a model that cannot be: {printable(error, 300)}"
+                f"{where} describes an impossible model: {printable(error, 300)}"
             ) from None
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -141,7 +141,9 @@ def _attached_choice(reader: ConfigReader) -> dict[str, Any]:
         raise ValueError(f"{reader.where}: {printable(error, 200)}") from None
     name = record.pop("map")
     if unknown := sorted(record.keys() - _CHOICE_SETTINGS.keys()):
-        raise ValueError(f"{reader.where}: {unknown[0]} of {name} is no setting of a model here.")
+        raise ValueError(
+            f"{reader.where}: {unknown[0]} of {name} is not a setting of a model here."
+        )
     return {"choice": name, **{_CHOICE_SETTINGS[key]: value for key, value in record.items()}}
 
 

@@ -13,7 +13,7 @@ from fenchel.model.families.setting_rows import Setting, Settings, constant, fla
 from fenchel.model.families.tensor_rows import Row, weight
 from fenchel.model.families.window_settings import periodic
 
-_GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release said gelu
+_GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release has gelu
 _COMMON = (
     *SIZES,
     flag("tied", "tie_word_embeddings", True),

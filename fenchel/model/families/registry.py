@@ -32,7 +32,7 @@ def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
             return family
     names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
     raise ValueError(
-        f"{where}: model_type={printable(repr(model_type))} is no family known here ({names}), "
+        f"{where}: model_type={printable(repr(model_type))} is not a known family ({names}), "
         "or its files lack the tensors of one."
     )
 

@@ -37,7 +37,7 @@ def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
 
 
 def rope_with_local_base(base: float, local: float, windows: Setting) -> Setting:
-    """Layers with a window have a rotary base of their own, ``local`` by default."""
+    """Layers with a window have their own rotary base, ``local`` by default."""
 
     def read(c: ConfigReader) -> Settings:
         parameters = c.part(_key(c))

@@ -99,7 +99,7 @@ class ScoreDescent(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add more pairs: {"pairs": ..., and settings of their own}."""
+        """Add more pairs: {"pairs": ..., and their own settings}."""
         group = dict(param_group)
         pairs = list(group.pop("pairs", []))
         _require({**self.defaults, **group}, pairs, self.probe)

@@ -39,7 +39,7 @@ T^T W_Q; M+ is the pseudo-inverse.
 
 exact, spectral and cg are covariant: (W_Q A, W_K A^-T) or (X B, B^-1 W) for invertible A and B
 lead to the same dS, the second-order part included. damping adds that share of the mean squared
-singular value to all squared singular values, in X, Q and K alike.
+singular value to all squared singular values, in each of X, Q and K.
 
 *Gauge.* For any M (k, k) the move (W_Q M, -W_K M^T) changes no score to first order, so
 

@@ -175,7 +175,7 @@ class TokenSample:
     """The hook of one layer; ``take`` returns its tokens once."""
 
     def __init__(self, layer: MeasuredLayer, module: nn.Module | None = None) -> None:
-        """``module`` where the passes are those of another one than the layer's."""
+        """``module`` replaces the layer's module where another one runs the passes."""
         weight, module = next(iter(layer.parts.values())).whole, module or layer.module
         self.width, self.tokens, self.rows = layer.inputs, TOKENS, 0
         shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)

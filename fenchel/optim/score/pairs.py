@@ -15,7 +15,7 @@ them. H query heads share G key heads (GQA), each of width D.
                              Gemma, BERT, your own)
 
 The last two need the number or the width of the heads, under one of the names in HEADS and WIDTHS.
-What cannot be read from a layer is assumed: that it is causal unless ``is_causal`` says otherwise
+What cannot be read from a layer is assumed: that it is causal unless ``is_causal`` is False
 (``attention_pairs(model, causal=False)`` for encoders), that scores are q . k / sqrt(D) unless it
 has a ``scaling`` or ``scale``, and that rotary angles, where there are any, are an argument of its
 forward: (cos, sin) as in transformers, or ``Angles``.
@@ -40,7 +40,7 @@ bias.
 ``read`` is for layers whose input is not their first argument of shape (B, T, M).
 
 **Remaining parameters.** A fused weight holds rows of queries, keys and values. The rows of the
-values become a parameter of their own that shares the memory of the fused weight, so moving it
+values become a separate parameter that shares the memory of the fused weight, so moving it
 moves the rows, and another optimiser can own it. Before that optimiser steps, the hook of
 ``pass_gradients`` gives each such parameter its rows of the gradient.
 
@@ -255,7 +255,7 @@ class QueryKeyLayer(Protocol):
 def attention_pairs(model: nn.Module, *, causal: bool = True) -> list[QueryKeyPair]:
     """The query and key weights of every self-attention layer of ``model``, first layer first.
 
-    ``causal`` holds for layers that do not say themselves whether they are.
+    ``causal`` applies to layers without an attribute ``is_causal``.
 
     >>> from fenchel.model import ModelConfig, Transformer
     >>> pairs = attention_pairs(Transformer(ModelConfig(vocabulary=16, width=32, layers=2)))
@@ -467,7 +467,7 @@ def _heads_and_width(where: str, module: Any, rows: int, blocks: int) -> tuple[i
         D = rows // (blocks * H)
     if H is None or D is None or (blocks == 1 and rows % D):
         raise ValueError(
-            f"{where} has {rows} rows, and its layer does not say how they split into heads: give "
+            f"{where} has {rows} rows, and its layer does not split them into heads: give "
             f"it an attribute num_heads or head_dim, whole and a divisor (here "
             f"num_heads={_first_whole(module, HEADS)}, head_dim={_first_whole(module, WIDTHS)}), "
             "or make a QueryKeyPair by hand."
@@ -542,7 +542,7 @@ class ParameterSlice(NamedTuple):
     part: nn.Parameter
     whole: nn.Parameter
     region: tuple[slice, ...] | None
-    """Where the part lies in the whole; None when it is the whole."""
+    """The place of the part in the whole; None when it is the whole."""
 
 
 def remaining_parameters(

@@ -62,7 +62,7 @@ class LayerInput(NamedTuple):
 
 
 class HookRecord(NamedTuple):
-    """What the hook keeps beside the copy; it is cropped when the sample is taken."""
+    """What the hook keeps with the copy; it is cropped when the sample is taken."""
 
     n: int
     T: int
@@ -121,7 +121,7 @@ class LayerReader:
         raise NotImplementedError
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
-        """The first stream (B, T, M) among the arguments, with the angles and mask beside it."""
+        """The first stream (B, T, M) among the arguments, with its angles and mask."""
         if kwargs.get("key_value_states") is not None:
             raise ValueError(
                 f"{self.name} receives keys of another stream (cross-attention), which has no "
@@ -240,7 +240,7 @@ class Probe(LayerReader):
 
 
 def _copied(sample: LayerInput) -> LayerInput:
-    """The sample in memory of its own; rotary angles are computed anew in every pass."""
+    """A copy of the sample; rotary angles are computed anew in every pass."""
     return sample._replace(x=sample.x.clone())
 
 
@@ -454,9 +454,9 @@ _of_all = ContextVar("samples_of_all", default=False)
 
 @contextmanager
 def samples_of_all() -> Iterator[None]:
-    """Within, a sample is one of the whole batch, and nothing is averaged over processes.
+    """Context manager: samples are of the whole batch, and nothing is averaged over processes.
 
-    For a process that alone moves a layer and has the samples of all processes
+    For the only process that moves a layer, which has the samples of all processes
     (fenchel/distributed/owners.py).
     """
     token = _of_all.set(True)

@@ -27,7 +27,7 @@ s_max the largest singular value of J, for one sequence without a mask.
 With X = U S V^T, J acts as (dA, dB) -> dA K^T + Q dB^T on A = S V^T W_Q = U^T Q and the same B, an
 r^2 by 2 r k matrix, and its singular values are those of that matrix: a Gram matrix would square
 their ratio. They are correct to rounding of the largest, which is subtracted from the smallest:
-where nothing is left, s is 0 and the bounds say so. X has the rank r that matrix_rank gives it:
+where nothing is left, s is 0. X has the rank r that matrix_rank gives it:
 directions below max(n, d) eps |X|_2 count as absent.
 
 The lesson l17_score_descent uses it, and no command.

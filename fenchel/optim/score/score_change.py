@@ -323,7 +323,7 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def _stacked_rms_norms(norms: Sequence[nn.Module | None]) -> tuple[Tensor, float | None] | None:
-    """The gains (L, D) and the epsilon of the norms of all layers, where all are alike."""
+    """The gains (L, D) and the epsilon of the norms of all layers, where all are equal."""
     kinds = {(type(norm), getattr(norm, "eps", None)) for norm in norms}
     if len(kinds) > 1 or not all(isinstance(norm, nn.RMSNorm) for norm in norms):
         return None

@@ -20,8 +20,8 @@ once, and without a synchronisation of the device. Heads that share keys share t
     t_K per group     the smallest t at which one of its heads has moved by gamma
     t_Q per head      then the t at which this head has moved by gamma, the keys' part included
 
-so that the scores of every head, not only their mean over the group, move by gamma. In t_Q alone y
-is a parabola, which gives t_Q in closed form.
+so that the scores of every head, not only their mean over the group, move by gamma. As a function
+of t_Q only, y is a parabola, which gives t_Q in closed form.
 
 Under a norm of queries and keys q(t) and k(t) are curves. On the chord from the start to a point t
 of them y is the quartic again, in the share x of the chord, whose crossing gives the next point:
@@ -43,7 +43,7 @@ the last two points, moves to where it meets gamma^2, and keeps a bracket for wh
 The gains of a norm of queries and keys move the scores of all heads of their layer. ScoreTrust
 limits them with the weights, the most widely shared first:
 
-    s per layer       the largest share of the whole step, gains and weights alike, at which no head
+    s per layer       the largest share of the whole step, of gains and of weights, at which no head
                       of the layer has moved by more than gamma
     t_K, t_Q          then as above, from s on, with the gains at s
 
@@ -114,7 +114,7 @@ UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
 STEEPEST = 0.5
 """The largest |f'| by which the end of two chords is extrapolated."""
 ROUNDS = 5
-"""Points at which ``find_crossing`` measures the change, beside t = 0."""
+"""Points at which ``find_crossing`` measures the change, in addition to t = 0."""
 TOLERANCE = 1e-4
 """Relative error of the squared change at which a head has converged."""
 
@@ -362,7 +362,7 @@ def score_ball(
 
 
 def projection(r: Tensor, bound: Tensor) -> Tensor:
-    """The factor on the scores that brings their RMS r within the bound, (L, H)."""
+    """The factor on the scores that brings their RMS r down to the bound, (L, H)."""
     return (bound / r.clamp(min=torch.finfo(r.dtype).tiny)).clamp(max=1.0)
 
 
@@ -462,7 +462,7 @@ class StepLimits:
     radius: float
     """RMS of the scores per head; inf for no ball."""
     exact: bool
-    """Move by gamma, shrinking softly (ScoreDescent), or by U where that is less (ScoreTrust)."""
+    """Move by gamma, shrinking softly (ScoreDescent), or by at most U (ScoreTrust)."""
 
 
 class WeightUpdate(NamedTuple):

@@ -29,8 +29,8 @@ it a checkpoint can be trained further at a rate that is far too high; without i
 queries and keys is prevented.
 
 param_groups begins with the group of lr and radius and, with ``output_change``, a group whose lr is
-that limit, followed by those of the optimiser. A scheduler over ScoreTrust therefore scales the
-limits and the optimiser's own rates alike; state_dict holds the state of both.
+that limit, followed by those of the optimiser. A scheduler over ScoreTrust therefore scales both
+the limits and the optimiser's own rates; state_dict holds the state of both.
 """
 
 import math

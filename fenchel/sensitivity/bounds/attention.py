@@ -34,7 +34,7 @@ the norm max_i |x_i|, for any number of tokens and with C_i and D_i as in bounds
 
     token_max  max_i  |W_V| + |C_i W_Q^T| scale + sqrt(|D_i| sum_j s_ij) |W_K q_i| scale.
 
-Softmax self-attention for all tokens of length at most R, from the weights alone. With
+Softmax self-attention for all tokens of length at most R, from only the weights. With
 A = scale W_Q W_K^T, its Lipschitz constant on that set is at most
 
     ball            |W_V| ((1 + sqrt n) |A| R^2 + sqrt n)

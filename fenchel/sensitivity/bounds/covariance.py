@@ -104,7 +104,7 @@ class Factors(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """How far q, k and v may be from what they stand for, as lengths: numbers or (B H,)."""
+    """How far q, k and v may be from their exact values, as lengths: numbers or (B H,)."""
 
     q: Tensor | float = 0.0
     k: Tensor | float = 0.0
@@ -337,7 +337,7 @@ def _scaled(x: Tensor, error: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, n, m) over its size, the size (N, 1, 1), and the error over it (N,)."""
     _, size = unit_size(x, (1, 2))
     error = torch.as_tensor(error, dtype=x.dtype, device=x.device).expand(len(x))
-    # Where x is rounding alone the error is the larger of the two.
+    # Where x is only rounding error, the error is the larger of the two.
     size = torch.maximum(size, unit_size(error.view(-1, 1, 1), (1, 2))[1]) if error.any() else size
     return x / size, size, error / size.flatten()
 

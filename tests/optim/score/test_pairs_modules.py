@@ -237,7 +237,7 @@ class Unsaid(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (Unsaid(), "qkv has 36 rows, and its layer does not say how they split into heads"),
+        (Unsaid(), "qkv has 36 rows, and its layer does not split them into heads"),
         (Unsaid(num_heads=5), "num_heads=5, head_dim=None"),
         (Unsaid(num_heads=2, head_dim=7), "36 rows, which 2 heads of queries, 7 wide"),
         (Unsaid(num_heads=2, logit_scale=nn.Parameter(torch.ones(1))), "logit_scale is a param"),
