@@ -27,7 +27,6 @@ from fenchel.pipeline import settings
 ROOT = Path(fenchel.__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
-    "docs/calibration.md": ["lm_eval is large and not among the test dependencies"],
     "docs/serve.md": ["it needs a server"] * 2,
 }
 

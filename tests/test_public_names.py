@@ -176,7 +176,6 @@ def shown_on_pages() -> set[str]:
 
 FLAGS = re.MULTILINE | re.DOTALL
 WITHOUT_EXAMPLE = {
-    "fenchel.evaluate.harness_model": "needs lm_eval, which the tests do not install",
     "fenchel.pipeline.speed": "times the default model for seconds; fenchel doctor prints it",
 }
 

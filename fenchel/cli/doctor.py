@@ -24,7 +24,6 @@ swim in what was its pond. In the second week of May the water is let out, and e
 EXTRAS = {
     "hf": ("transformers",),
     "log": ("tensorboard",),
-    "eval": ("lm_eval",),
     "plot": ("matplotlib",),
     "learn": ("marimo",),
 }

@@ -22,7 +22,6 @@ from fenchel.evaluate.calibration import (
 from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
 from fenchel.evaluate.diagnostics import PITFALLS, Finding, Pitfall, pitfalls
 from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
-from fenchel.evaluate.harness import HarnessAdapter, harness_model
 from fenchel.evaluate.score import (
     ChoiceScore,
     Score,
@@ -42,7 +41,6 @@ __all__ = [
     "Confidence",
     "Evaluation",
     "Finding",
-    "HarnessAdapter",
     "LabelSmoothing",
     "Neighbour",
     "Neighbours",
@@ -59,7 +57,6 @@ __all__ = [
     "confidence",
     "fingerprint",
     "fit_temperature",
-    "harness_model",
     "label_smoothing",
     "nearest_rows",
     "neighbours",

@@ -12,7 +12,7 @@ remain.
 Every token but the first is a target exactly once. The windows have ``context`` tokens and begin
 ``stride`` tokens apart, by default half a context: a target then has at least half a context before
 it, except near the start of the text. The last window ends with the text, so its targets have more.
-Windows that are a whole context apart are those of lm-evaluation-harness (harness.py).
+Windows that are a whole context apart are those of lm-evaluation-harness.
 
 Of W processes each reads every W-th batch of windows (``Sharing``). The sums of all batches are
 gathered and added in the order of the text, so that the result has the bits of one process.

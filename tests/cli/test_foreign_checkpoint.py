@@ -17,11 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fenchel.checkpoints import load
 from fenchel.choice import Entmax
 from fenchel.cli import main
 from fenchel.data import train_tokenizer
-from fenchel.evaluate import HarnessAdapter
 from fenchel.hf import attach
 
 SENTENCES = (
@@ -202,21 +200,6 @@ def test_attach_and_every_command_after_it(
     assert told(["eval", str(tmp_path / "again"), "--text", text], capsys)["loss"] == pytest.approx(
         expected, rel=1e-4
     )
-
-
-def test_the_harness(trained: Trained) -> None:
-    model, tokenizer, _ = load(trained.path)
-    adapter = HarnessAdapter(model, tokenizer, ends=(0,))
-    ids = begun(trained, SENTENCES[0])
-    (whole,) = adapter.loglikelihood_rolling([SENTENCES[0]])
-    assert whole == pytest.approx(-loss(trained.model, ids) * (ids.shape[1] - 1), rel=1e-4)
-    (pair,) = adapter.loglikelihood([(PROMPT, SENTENCES[0].removeprefix(PROMPT))])
-    given = begun(trained, PROMPT).shape[1]
-    with torch.no_grad():
-        log_p = trained.model(ids[:, :-1]).logits[0].log_softmax(-1)
-    expected = log_p.gather(-1, ids[0, 1:, None])[given - 1 :].sum()
-    assert pair == (pytest.approx(float(expected), rel=1e-4), True)
-    assert PROMPT + adapter.generate_until(PROMPT, {"max_gen_toks": 60}) == SENTENCES[0]
 
 
 def test_half_precision_on_a_cpu_without_it(

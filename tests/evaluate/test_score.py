@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fenchel.choice import Entmax, Softmax
 from fenchel.data import train_tokenizer
 from fenchel.evaluate import (
-    HarnessAdapter,
     confidence,
     score,
     score_choice,
@@ -216,8 +215,6 @@ def test_a_model_that_predicts_no_next_token_has_no_score(kind: str) -> None:
         score(model, some_ids(8), bytes=8, context=4)
     with pytest.raises(ValueError, match="does not predict the next token"):
         confidence(model, some_ids(8), context=4)
-    with pytest.raises(ValueError, match="does not predict the next token"):
-        HarnessAdapter(model, train_tokenizer(["sea"], 270))
 
 
 PEAK = """

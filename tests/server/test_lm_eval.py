@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from fenchel.checkpoints import load
+from fenchel.checkpoints import Loaded, load
 from fenchel.checkpoints.tokenizer import end_ids
 from fenchel.evaluate import score
-from fenchel.evaluate.harness import HarnessAdapter
+from fenchel.generation import generate
+from fenchel.model import Transformer
 from tests.server.conftest import ANSWERS, CONTEXT, RunningServer
 
 PAIRS = [
@@ -34,9 +36,17 @@ TEXT = " ".join(f"What is {thing}? {answer}" for thing, answer in ANSWERS.items(
 
 
 @pytest.fixture(scope="module")
-def adapter(chat_directory: Path) -> HarnessAdapter:
-    model, tokenizer, _ = load(chat_directory)
-    return HarnessAdapter(model, tokenizer, ends=end_ids(chat_directory, tokenizer))
+def loaded(chat_directory: Path) -> Loaded:
+    return load(chat_directory)
+
+
+@torch.no_grad()
+def likelihood(model: Transformer, ids: list[int], count: int) -> tuple[float, bool]:
+    """log p of the last ``count`` ids, and whether all of them are the most probable."""
+    log_p = model.eval()(torch.tensor([ids[:-1]]))[0, -count:].float().log_softmax(-1)
+    targets = torch.tensor(ids[-count:])
+    scored = log_p.gather(-1, targets[:, None])
+    return float(scored.sum()), bool((log_p.argmax(-1) == targets).all())
 
 
 def ask(running: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
@@ -76,17 +86,17 @@ def loglikelihoods(
     return results
 
 
-def test_continuations_are_scored_as_by_the_adapter(
-    running: RunningServer, adapter: HarnessAdapter
-) -> None:
-    rows = [adapter._row(*pair) for pair in PAIRS]
-    begin = adapter.tokenizer.begin_ids
-    assert all(ids[: len(begin)] == begin for ids, _ in rows)
-    served = loglikelihoods(
-        running, [ids for ids, _ in rows], [len(ids) - count for ids, count in rows]
-    )
-    expected = adapter.loglikelihood(PAIRS)
-    for (value, greedy), (other, other_greedy) in zip(served, expected, strict=True):
+def test_continuations_are_scored_as_by_the_model(running: RunningServer, loaded: Loaded) -> None:
+    model, tokenizer, _ = loaded
+    rows, counts = [], []
+    for context, continuation in PAIRS:
+        given = tokenizer.encode(context.rstrip()) if context else []
+        scored = tokenizer.encode(context + continuation)[len(given) :]
+        rows.append([*tokenizer.begin_ids, *given, *scored])
+        counts.append(len(scored))
+    served = loglikelihoods(running, rows, [len(r) - n for r, n in zip(rows, counts, strict=True)])
+    for (value, greedy), row, count in zip(served, rows, counts, strict=True):
+        other, other_greedy = likelihood(model, row, count)
         assert value == pytest.approx(other, abs=1e-5)
         assert greedy == other_greedy
     assert len({greedy for _, greedy in served}) == 2
@@ -109,10 +119,10 @@ def rolling_windows(
 
 @pytest.mark.parametrize("longest", [7, CONTEXT - 1])
 def test_a_rolling_text_is_what_eval_measures_in_windows_that_do_not_overlap(
-    running: RunningServer, adapter: HarnessAdapter, longest: int
+    running: RunningServer, loaded: Loaded, longest: int
 ) -> None:
-    ids = adapter.tokenizer.encode(TEXT)
-    (prefix,) = adapter.tokenizer.begin_ids
+    ids = loaded.tokenizer.encode(TEXT)
+    (prefix,) = loaded.tokenizer.begin_ids
     windows = rolling_windows(ids, prefix, longest)
     assert len(windows) > 1 or longest > len(ids)
     served = [
@@ -120,38 +130,45 @@ def test_a_rolling_text_is_what_eval_measures_in_windows_that_do_not_overlap(
         for context, more in windows
     ]
     by_eval = score(
-        adapter.model, np.array([prefix, *ids]), bytes=1, context=longest, stride=longest
+        loaded.model, np.array([prefix, *ids]), bytes=1, context=longest, stride=longest
     )
     assert by_eval.tokens == len(ids)
     assert sum(served) / len(ids) == pytest.approx(-by_eval.loss, abs=1e-5)
 
 
-def test_a_row_may_fill_the_context_and_no_more(
-    running: RunningServer, adapter: HarnessAdapter
-) -> None:
-    ids = (adapter.tokenizer.encode(TEXT) * 4)[:CONTEXT]
+def test_a_row_may_fill_the_context_and_no_more(running: RunningServer, loaded: Loaded) -> None:
+    ids = (loaded.tokenizer.encode(TEXT) * 4)[:CONTEXT]
     ((value, _),) = loglikelihoods(running, [ids], [1])
-    expected = adapter._scores([(ids, CONTEXT - 1)])[0][0]
+    expected, _ = likelihood(loaded.model, ids, CONTEXT - 1)
     assert value == pytest.approx(expected, abs=1e-5 * CONTEXT)
     with pytest.raises(urllib.error.HTTPError, match="400"):
         loglikelihoods(running, [[*ids, 1]], [1])
 
 
-def test_a_task_that_generates_gets_the_text_of_the_adapter(
-    running: RunningServer, adapter: HarnessAdapter
+def test_a_task_that_generates_gets_the_text_of_generate(
+    running: RunningServer, loaded: Loaded, chat_directory: Path
 ) -> None:
+    model, tokenizer, _ = loaded
     contexts = ["What is the hill?", "The bird sings", "assistant\nThe sea is"]
+    prompts = [[*tokenizer.begin_ids, *tokenizer.encode(one)] for one in contexts]
+    stops = ["\n", ".", "<stop>"]
     body = {
-        "prompt": [adapter._begin(adapter.tokenizer.encode(one)) for one in contexts],
+        "prompt": prompts,
         "model": "parrot",
         "max_tokens": 24,
         "temperature": 0,
-        "stop": ["\n", ".", "<stop>"],
+        "stop": stops,
         "seed": 1234,
     }
     choices = sorted(ask(running, body)["choices"], key=itemgetter("index"))
-    settings = {"until": ["\n", ".", "<stop>"], "max_gen_toks": 24}
-    expected = [adapter.generate_until(one, settings) for one in contexts]
+    ends, expected = list(end_ids(chat_directory, tokenizer)), []
+    for prompt in prompts:
+        ids = generate(model, torch.tensor([prompt]), max_new_tokens=24, temperature=0.0, stop=ends)
+        new = ids[0, len(prompt) :].tolist()
+        text = tokenizer.decode(new[:-1] if new[-1] in ends else new)
+        expected.append(
+            text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
+        )
     assert [choice["text"] for choice in choices] == expected
     assert "" in expected  # the end token, which no text shows
     assert any(expected)
