@@ -301,11 +301,14 @@ def _clock(seconds: float | None) -> str:
 class Console:
     """Shows a run on the terminal; a ``fenchel.pipeline.RunCallback``."""
 
-    def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
-        """``aside`` keeps standard output for results: stages and messages go to standard error."""
-        silent = quiet and not sys.stderr.isatty()
+    def __init__(self, *, quiet: bool = False, aside: bool = False, silent: bool = False) -> None:
+        """``aside`` keeps standard output for results: stages and messages go to standard error.
+
+        ``silent`` is the console of every process of a run but the first: nothing is shown.
+        """
+        silent = silent or (quiet and not sys.stderr.isatty())
         self.terminal = Terminal(stderr=quiet or aside, quiet=silent, emoji=False)
-        self.live = self.terminal.is_terminal and not quiet
+        self.live = self.terminal.is_terminal and not quiet and not silent
         length = min(24, self.terminal.width - 50)
         self.bars = Bars(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),

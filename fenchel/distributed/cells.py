@@ -55,7 +55,7 @@ from fenchel.data import Batch, BatchSource
 from fenchel.distributed.context_parallel import ContextPart
 from fenchel.distributed.owners import Owners
 from fenchel.distributed.processes import World
-from fenchel.optim import OptimConfig, Schedule
+from fenchel.optim import OptimConfig, Schedule, build_beta2
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
 from fenchel.train.hardware import memory_of
 from fenchel.train.stability import Stability
@@ -253,7 +253,6 @@ def build_stepper(
     steps: int | None,
     seed: int,
     world: World,
-    beta2: Schedule | None = None,
     drawn: Mapping[str, Tensor] | None = None,
 ) -> "CellStepper":
     """The steps of this process; ``meta`` is the model without values.
@@ -271,6 +270,7 @@ def build_stepper(
         owners.receive(drawn)
     owners.spread()  # the first weights, which machines of several kinds may round differently
     owners.spread_vectors()
+    beta2 = build_beta2(optim)
     return CellStepper(
         owners, batches, schedule, config=train, seed=seed, position=position, beta2=beta2
     )

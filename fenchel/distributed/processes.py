@@ -1,8 +1,8 @@
 """The processes of a run: their ranks, how they exchange values, how one that fails ends all.
 
-torchrun starts W processes and numbers them by rank, 0 to W - 1. ``start`` reads its environment
-and connects them; without it a run is ``ALONE``, one process that exchanges nothing. Rank 0 owns
-the run directory, the terminal and the report.
+torchrun, or ``launch``, starts W processes and numbers them by rank, 0 to W - 1. ``start`` reads
+its environment and connects them; without it a run is ``ALONE``, one process that exchanges
+nothing. Rank 0 owns the run directory, the terminal and the report.
 
 Plain values travel as JSON: no process unpickles what another has sent. Tensors travel by
 ``exchange``, a list for every rank, in one all-to-all per dtype. NCCL and gloo only move bytes
@@ -24,7 +24,9 @@ the run that an attempt has begun (``record_run``), which the next one continues
 """
 
 import json
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -221,17 +226,12 @@ ALONE = World()
 """One process."""
 
 
-def is_started() -> bool:
-    """Whether torchrun has started this process together with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def start(device: str, *, seconds: float) -> World:
     """Connect the processes that torchrun has started; ``ALONE`` without it.
 
     ``seconds`` is how long a process waits for another in an exchange before it gives up.
     """
-    if not is_started():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     wait = timedelta(seconds=seconds)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -250,6 +250,36 @@ def start(device: str, *, seconds: float) -> World:
         torch.cuda.set_device(local)
     where, local_size = "cuda" if gpu else "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return World(rank, size, local, local_size, store, where, seconds, everything)
+
+
+def launch(processes: int, words: list[str]) -> int:
+    """Start ``fenchel WORDS`` so many times by the engine of torchrun; returns the exit code.
+
+    torchrun --standalone --nproc-per-node N -m fenchel WORDS does the same, adds a report of some
+    forty lines to the sentence of a process that fails, and ends with 1 whatever its exit code.
+    """
+    logging.disable(logging.CRITICAL)  # in this process, which does nothing else
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of libraries that train.threads does not reach
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"fenchel-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "fenchel", *words)
+    except ChildFailedError as error:
+        codes = [error.get_first_failure()[1].exitcode]
+        codes += [failure.exitcode for failure in error.failures.values()]
+        code = next((code for code in codes if code > 2), codes[0])  # 2 is also that of silence
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 def _attempt(store: Any, rank: int, size: int, seconds: float) -> int:

@@ -328,7 +328,7 @@ def confidence(
     options: dict[str, Any] = {"context": context, "stride": stride, "batch": batch}
     fitted = predictions(model, ids[: middle + 1], progress=first, **options)
     measured = predictions(model, ids[middle:], progress=second, **options)
-    return _confidence(fitted, middle, measured, bins)
+    return _confidence((x[1:] for x in fitted), middle, (x[1:] for x in measured), bins)
 
 
 def document_confidence(

@@ -101,7 +101,7 @@ def score(
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
     sums: list[Block] = []
-    for number, logits_NV, targets_N in _numbered_predictions(
+    for number, logits_NV, targets_N in predictions(
         model, part, context=context, stride=stride, batch=batch, progress=progress, shared=shared
     ):
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
@@ -209,7 +209,7 @@ def score_choice(
     """``score`` of a model whose prediction is ``choice.weights(logits)``."""
     part = ids if limit is None else ids[: limit + 1]
     blocks: list[Block] = []
-    for number, logits_NV, targets_N in _numbered_predictions(
+    for number, logits_NV, targets_N in predictions(
         model, part, context=context, stride=stride, batch=batch, shared=shared
     ):
         p_NV = choice.weights(logits_NV.float())
@@ -268,33 +268,15 @@ def predictions(
     stride: int | None = None,
     batch: int = 32,
     progress: ProgressCallback | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of logits (N, V) and targets (N,); every id but the first is a target once.
-
-    A window of a Transformer is read in slices of its positions, with a KV cache between them, and
-    the logits are computed for a block of positions at a time: the memory does not grow with the
-    text, and with the vocabulary only where one row has more than ``LOGITS``.
-    """
-    for _, logits_NV, targets_N in _numbered_predictions(
-        model, ids, context=context, stride=stride, batch=batch, progress=progress
-    ):
-        yield logits_NV, targets_N
-
-
-def _numbered_predictions(
-    model: nn.Module,
-    ids: Ids,
-    *,
-    context: int,
-    stride: int | None,
-    batch: int,
-    progress: ProgressCallback | None = None,
     shared: Sharing | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """``predictions`` with the number of the batch of windows; of several processes, the own ones.
+    """The number of a batch of windows, and of blocks of it logits (N, V) and targets (N,).
 
-    Every process makes equally many passes, of which the last may not count: where a model is
-    divided among them, a pass needs all.
+    Every id but the first is a target once. A window of a Transformer is read in slices of its
+    positions, with a KV cache between them, and the logits are computed for a block of positions at
+    a time: the memory does not grow with the text, and with the vocabulary only where one row has
+    more than ``LOGITS``. Of several processes each has its own batches. Every one makes equally
+    many passes, of which the last may not count: where a model is divided, a pass needs all.
     """
     rank, size = (0, 1) if shared is None else (shared.rank, shared.size)
     stride = default_stride(context) if stride is None else stride

@@ -34,6 +34,8 @@ UNCHANGEABLE = {
 """Settings besides the model's and the text's that a resume cannot change, and why."""
 
 
+LONGEST_ROW = 1024
+"""Positions per row of a tuned model with a longer context, where tune.context is not given."""
 ADAPTER_RULES = ("adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
 """Optimisers that can train adapters: the others measure the weights beside them."""
 
@@ -128,6 +130,18 @@ class RunConfig:
                 )
         require_read(self)
 
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters that are trained; None where the weights are."""
+        return None if self.tune is None else self.tune.lora
+
+    @property
+    def row_length(self) -> int:
+        """Positions per row of a batch, T."""
+        if self.tune is None:
+            return self.model.context
+        return self.tune.context or min(self.model.context, LONGEST_ROW)
+
 
 class RunCallback(Callback, Protocol):
     """A callback that also follows the stages before training."""
@@ -153,15 +167,20 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     """
     rest = dict(mapping)
     preset = rest.pop("preset", DEFAULT)
-    sections = {name: rest.get(name, {}) for name in ("text", "model", "optim", "train")}
-    for name, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{name}={section!r} should be a section, with settings in it.")
-    sections = expand(preset, sections)
+    names = ("text", "model", "optim", "train")
+    sections = expand(preset, {name: section(rest, name) for name in names})
     model, optim = sections["model"], sections["optim"]
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)
     return from_mapping(RunConfig, {**rest, **sections})
+
+
+def section(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One section of settings, empty where none is given; refused if it is a value."""
+    values = mapping.get(name, {})
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name}={values!r} should be a section, with settings in it.")
+    return values
 
 
 def comments() -> dict[str, str]:
@@ -222,13 +241,8 @@ def _new_score_rate(before: RunConfig, after: RunConfig) -> list[str]:
     ]
 
 
-def new_run_path(parent: Path, config: RunConfig) -> Path:
-    """The folder of a run that begins now: runs/2026-11-15_143205_sotu."""
-    return path_of_now(parent, config.text.source)
-
-
-def path_of_now(parent: Path, source: str) -> Path:
-    """``new_run_path`` of a text by its name."""
+def new_run_path(parent: Path, source: str) -> Path:
+    """The folder of a run that begins now on a text: runs/2026-11-15_143205_sotu."""
     name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(source).stem or 'text'}"
     names = (name if n == 1 else f"{name}_{n}" for n in count(1))
     return next(parent / name for name in names if not (parent / name).exists())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.checkpoints import run_checkpoint
-from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text, prepare
+from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text
 from fenchel.data.config import vocabulary_for
 from fenchel.data.text import Tally
 from fenchel.data.token_files import most_files
@@ -27,7 +27,6 @@ from fenchel.distributed.cells import (
     CellStepper,
     build_stepper,
     cell_count,
-    parts_of,
     require_supported,
 )
 from fenchel.distributed.processes import ALONE, World
@@ -42,15 +41,8 @@ from fenchel.model import Transformer, training_flops
 from fenchel.model.bigram import applies_to, start_from_bigrams
 from fenchel.model.lora import add_lora
 from fenchel.model.transformer import meta_model
-from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
+from fenchel.optim import Schedule, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
-from fenchel.pipeline.tuning import (
-    amount,
-    document_batches,
-    first_model,
-    read_encoder,
-    row_length,
-)
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 from fenchel.train.hardware import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
@@ -99,25 +91,21 @@ def _read_record(path: Path) -> dict[str, str]:
     return {name: record[name] for name in names}
 
 
-def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corpus:
-    """The token files of a run, made again from its text if they are damaged."""
-    path = run.path
-    record, own = _read_record(path), path / "tokenizer.json"
+def reopen_corpus(
+    path: Path, callback: RunCallback, prepare_again: Callable[[str, Path], Corpus]
+) -> Corpus:
+    """The token files of a run; damaged ones are made again, from a source into a folder."""
+    record = _read_record(path)
     run_checkpoint.check_tokenizer(path)
     try:
         return open_corpus(path)
     except Damaged as error:
         _require_text(record["source"], _hash_as_recorded(path), record["text_sha256"])
         callback.message(f"{error} The token files are made again.")
-        encoder = None if config.tune is None else read_encoder(path)
-        tokenizer = str(own) if encoder is None else None
-        same_ids = replace(config.text, source=record["source"], tokenizer=tokenizer)
         folder = _tokens(path, record)
         if folder.parent != path:  # shared with other runs, which may be reading them
             folder = path / TOKENS
-        progress = callback.progress
-        corpus = prepare(same_ids, folder, owned=True, progress=progress, encoder=encoder)
-        record_corpus(run, corpus)
+        prepare_again(record["source"], folder)
         return open_corpus(path)
 
 
@@ -175,40 +163,16 @@ def build_batches(config: RunConfig, ids: Ids) -> Batches:
     return Batches(ids, batch=config.train.batch, context=config.model.context, seed=config.seed)
 
 
-def run_batches(config: RunConfig, corpus: Corpus) -> BatchSource:
-    """The batches of a run: windows of a text, or rows of documents for tuning."""
-    if config.tune is not None:
-        return document_batches(config, corpus, validation=False)
-    return build_batches(config, corpus.train)
-
-
 def build_model(config: RunConfig) -> Transformer:
     """The model of a run, on the CPU; its initial weights depend on the seed alone."""
     with _one_thread():
         return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
 
 
-def model_to_train(
-    config: RunConfig, world: World, build: Callable[[], Transformer] | None = None
-) -> Transformer:
-    """The model with its first weights, on its device, or without values where they are divided.
-
-    Then rank 0 draws them (``first_weights``) and sends every tensor to its owner: as many copies
-    of a large model as processes would not fit into the memory of a machine. ``build`` replaces the
-    draw of fresh weights.
-    """
-    if world.size > 1:
-        meta = meta_to_train(config)
-        if parts_of(meta, config.train, world) > 1:
-            return meta
-    model = build_model(config) if build is None else build()
-    return model.to(select_device(config.train.device))
-
-
 def meta_to_train(config: RunConfig) -> Transformer:
     """The model of a run without values, with adapters where the run trains some."""
     model = meta_model(config.model)
-    if config.tune is not None and (lora := config.tune.lora) is not None:
+    if (lora := config.lora) is not None:
         add_lora(model, **asdict(lora))
     return model
 
@@ -222,25 +186,6 @@ def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
     if train.init == "bigram" and train.loss == "cross_entropy" and applies_to(model):
         with _one_thread():
             start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
-
-
-def first_weights(config: RunConfig, run: Path, ids: Ids, world: World) -> Mapping[str, Tensor]:
-    """The first weights of a model that is divided: all of them on rank 0, none on the others.
-
-    They are drawn, or those of the checkpoint that the run tunes.
-    """
-    drawn: dict[str, Tensor] = {}
-
-    def draw() -> None:
-        if config.tune is not None:
-            drawn.update(first_model(config, run).state_dict())
-            return
-        model = build_model(config)
-        start_weights(config, model, ids)
-        drawn.update(model.state_dict())
-
-    world.on_first(draw)
-    return drawn
 
 
 @contextmanager
@@ -272,12 +217,11 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     parameters = one + (c.block_count - least) * (two - one)
     parts = train.accumulate if world.size == 1 else 1
     groups = max(1, world.size // train.context_group)
-    T = row_length(config)
-    tokens = train.batch // max(parts, train.cells or 1, groups) * T // train.context_group
+    rows = train.batch // max(parts, train.cells or 1, groups)
+    tokens = rows * config.row_length // train.context_group
     parameters //= {"none": 1, "node": world.local_size}.get(train.shard, world.size)
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
-    adapted = config.tune is not None and config.tune.rank is not None
-    per_parameter = 4 if adapted else 12
+    per_parameter = 12 if config.lora is None else 4
     again = train.recompute != "none"
     kept = c.layers * c.width + per_layer if again else c.layers * per_layer
     needs = per_parameter * parameters + 2 * tokens * kept
@@ -292,6 +236,14 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
             f"{tokens:,} tokens at once, and {device} has {amount(there)}; choose a smaller model "
             f"or batch, {less}."
         )
+
+
+def amount(size: int) -> str:
+    """
+    >>> amount(3 * 2**30), amount(5 * 2**20)
+    ('3.0 GiB', '5.0 MiB')
+    """
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def require_room(model: nn.Module, run: RunDir) -> None:
@@ -319,7 +271,7 @@ def resolve_steps(
         budget = seconds(config.train.budget or "")
         steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / time.seconds))
     parameters = sum(p.numel() for p in model.parameters())
-    row = replace(config.model, context=row_length(config))
+    row = replace(config.model, context=config.row_length)
     operations = training_flops(row, batch=config.train.batch)
     callback.message(
         f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; "
@@ -355,10 +307,9 @@ def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
     if not in_cells(config, world):
         return
-    require_supported(config.train, world, context=row_length(config))
+    require_supported(config.train, world, context=config.row_length)
     cell_count(config.train, world.size)
-    adapted = config.tune is not None and config.tune.rank is not None
-    if adapted and config.train.shard in ("full", "node"):
+    if config.lora is not None and config.train.shard in ("full", "node"):
         raise ValueError(
             f"train.shard={config.train.shard!r} divides weights that are trained, and with "
             "adapters every process has the checkpoint whole; leave it out."
@@ -377,7 +328,7 @@ def build_cells(
 ) -> CellStepper:
     """The steps of this process together with the others.
 
-    ``drawn`` are the ``first_weights`` of a ``model`` without values; None leaves it so.
+    ``drawn`` are the first weights of a ``model`` without values; None leaves it so.
     """
     return build_stepper(
         model,
@@ -389,7 +340,6 @@ def build_cells(
         steps=steps,
         seed=config.seed,
         world=world,
-        beta2=build_beta2(config.optim),
         drawn=drawn,
     )
 

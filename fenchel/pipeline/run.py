@@ -1,6 +1,8 @@
 """``begin`` starts a run, ``tune`` one from a checkpoint, ``resume`` continues either.
 
-All end in ``train_and_report``.
+All end in ``train_and_report``. What differs between training and tuning is in the ``Task``
+(task.py, tuning.py). ``start_run`` is what ``fenchel train`` and ``fenchel tune`` call: it also
+connects the processes that torchrun has started.
 
 A directory becomes a run when its settings are written, after everything that can be refused has
 been checked: a run that cannot begin leaves nothing behind, and one that is killed before leaves a
@@ -11,36 +13,40 @@ Several processes run these functions together (``world``). Rank 0 alone locks a
 directory, prepares the text and writes the report; ``World.on_first`` gives the others its result.
 """
 
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fenchel.checkpoints import Progress, load_model, run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Weights
-from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
+from fenchel.checkpoints.tokenizer import read_tokenizer
+from fenchel.choice import Choice
 from fenchel.config import to_mapping
-from fenchel.data import Batch, BatchSource, Corpus, holds_conversations, prepare
-from fenchel.data.config import LARGEST_DEFAULT
-from fenchel.distributed.cells import reshard
-from fenchel.distributed.checkpoint import DistributedLoop, ReadOnlyRunDir
-from fenchel.distributed.processes import ALONE, World
-from fenchel.evaluate import (
-    attention_health,
-    bzip2_bits,
-    ngram_bits,
-    sample,
-    score,
-    score_choice,
-    score_documents,
+from fenchel.data import Corpus
+from fenchel.distributed.cells import CellStepper
+from fenchel.distributed.checkpoint import DistributedLoop
+from fenchel.distributed.processes import (
+    ALONE,
+    FailedElsewhere,
+    ProcessMissing,
+    World,
+    lost_process,
+    start,
 )
-from fenchel.evaluate.attention import PROMPT
+from fenchel.evaluate import (
+    EvaluationText,
+    bzip2_bits,
+    fingerprint,
+    ngram_bits,
+)
+from fenchel.evaluate.text import SeparateDocuments
 from fenchel.files import (
     Busy,
     Damaged,
@@ -49,47 +55,28 @@ from fenchel.files import (
     describe,
     locked,
     read_sealed_json,
-    sweep,
 )
-from fenchel.model import Transformer
 from fenchel.model.lora import AdapterWeights
-from fenchel.model.transformer import meta_model
-from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
+from fenchel.optim import build_beta2, build_optimiser, build_schedule
 from fenchel.pipeline.config import (
     RunCallback,
     RunConfig,
     change_settings,
     comments,
+    new_run_path,
+    section,
     settings,
 )
 from fenchel.pipeline.preparation import (
-    build_batches,
     build_cells,
-    first_weights,
     in_cells,
-    model_to_train,
-    new_text,
+    open_corpus,
     record_corpus,
-    reopen_corpus,
-    require_cells,
-    require_memory,
     require_room,
     resolve_steps,
-    run_batches,
-    start_weights,
 )
-from fenchel.pipeline.tuning import (
-    count_steps,
-    document_batches,
-    first_model,
-    measure,
-    memory,
-    memory_sentence,
-    read_encoder,
-    trainable,
-    tune_settings,
-    write_base,
-)
+from fenchel.pipeline.task import Task
+from fenchel.pipeline.tuning import Source, TuneTask, pack_documents, tune_settings
 from fenchel.report import page
 from fenchel.train import (
     CallbackList,
@@ -98,58 +85,86 @@ from fenchel.train import (
     RunDir,
     Stepper,
     TensorBoard,
+    TrainConfig,
     environment,
     explain_out_of_memory,
     named_loss,
-    require_loggers,
-    select_device,
+    retain_freed_memory,
 )
 from fenchel.train.loop import newest_checkpoint
-from fenchel.train.rundir import TOKENS, is_run_name, plain_json
-from fenchel.train.step import autocast
+from fenchel.train.rundir import plain_json
 
-SHORT_VALIDATION = 1000
-"""Bytes of held-out text below which its loss is mostly chance."""
 BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need too large a table; its baselines are left out."""
 
 
+def start_run(
+    mapping: Mapping[str, Any],
+    callback: RunCallback,
+    *,
+    out: Path | None = None,
+    checkpoint: Path | None = None,
+    template: str | None = None,
+    resume_from: Path | None = None,
+    accept_new_text: bool = False,
+) -> tuple[Path, Outcome | None]:
+    """Begin, tune or resume a run, together with the processes that torchrun has started.
+
+    ``mapping`` are settings: of a run that is resumed those that change. Without ``out`` a new run
+    is in the folder runs. Returns the run directory and how the run ended; None where another
+    process has printed why it failed: the first process that fails raises and so prints its
+    sentence, and the others end in silence.
+    """
+    retain_freed_memory()
+    world, path, config, train = ALONE, resume_from or out or Path(), None, {}
+    try:
+        if resume_from is not None:
+            train = RunDir(resume_from).read_settings().get("train", {})
+        elif checkpoint is None:  # settings are refused before anything else
+            if "tune" in mapping:
+                raise ValueError("the section tune belongs to fenchel tune DIR.")
+            config = settings(mapping)
+        train = {**train, **section(mapping, "train")}
+        wait = train.get("timeout", TrainConfig.timeout)
+        world = start(str(train.get("device", "auto")), seconds=float(wait))
+        begun = None if resume_from else world.on_first(world.recorded_run)
+        if begun is not None:  # by an attempt before this one, which torchrun has started again
+            path = out = Path(begun)
+            if world.on_first((path / "config.toml").exists):
+                resume_from, mapping = path, {}
+        if resume_from is not None:
+            return path, resume(
+                path, callback, changes=mapping, accept_new_text=accept_new_text, world=world
+            )
+        text = mapping["text"]["source"] if config is None else config.text.source
+        path = Path(world.on_first(lambda: str(out or new_run_path(Path("runs"), str(text)))))
+        if config is not None:
+            return path, begin(config, path, callback, world)
+        assert checkpoint is not None
+        return path, tune(checkpoint, mapping, path, callback, world, template=template)
+    except FailedElsewhere:
+        return path, None
+    except Exception as error:
+        alone = world is ALONE
+        if alone and (os.environ.get("RANK", "0") == "0" or isinstance(error, ProcessMissing)):
+            raise
+        if alone or not world.fails_first():
+            return path, None
+        if lost_process(error):
+            raise ValueError(
+                "a process of this run has ended or does not answer; what was saved is whole, go "
+                f"on with --resume {path}."
+            ) from error
+        raise
+    finally:
+        world.close()
+
+
 def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = ALONE) -> Outcome:
     """Start a run in ``path``: text to tokens, a fresh model, training, the report."""
-    run = _run_dir(path, world)
-    with _storage_errors(run):
-        new = world.first and run.create()
-    with _storage_errors(run), _lock(path, world):
-        try:
-
-            def begin_text() -> Corpus:
-                run.require_free()  # again, under the lock: another process may have been faster
-                sweep(path, is_run_name)
-                require_loggers(config.train.log)
-                require_cells(config, world)
-                require_memory(config, world)
-                shared = config.text.prepared
-                folder = path / TOKENS if shared is None else Path(shared).expanduser()
-                owned, progress = shared is None, callback.progress
-                corpus = prepare(config.text, folder, owned=owned, progress=progress)
-                _warn_of_short_text(corpus, callback)
-                return corpus
-
-            if config.tune is not None:
-                raise ValueError("the section tune belongs to fenchel tune DIR.")
-            corpus = _corpus_of_first(begin_text, world)
-            config = _fit_vocabulary(config, corpus)
-            batches = build_batches(config, corpus.train)
-            with explain_out_of_memory("nothing was begun", recompute=config.train.recompute):
-                model = model_to_train(config, world)
-                config = resolve_steps(config, model, batches, callback, world)
-            if world.first:
-                _record(config, model, run, corpus, world)
-        except BaseException:
-            if new:
-                run.abandon()
-            raise
-        return train_and_report(config, model, run, corpus, batches, callback, world)
+    if config.tune is not None:
+        raise ValueError("the section tune belongs to fenchel tune DIR.")
+    return _begin(Task(config, path, callback, world))
 
 
 def tune(
@@ -166,61 +181,43 @@ def tune(
     ``mapping`` are settings that differ from the defaults of tuning; ``template`` replaces the chat
     template of the checkpoint ("plain", or the name of a file).
     """
-    run = _run_dir(path, world)
+    if world.first:
+        RunDir(path).require_free()  # before the checkpoint is read, which may take a while
+    callback.progress("reading the checkpoint", 0, 0)
+    source = Source(checkpoint, load_model(checkpoint), mapping, template)
+    config = tune_settings(mapping, checkpoint, source.model.config)
+    task = TuneTask(config, path, callback, world)
+    task.source = source
+    del source  # the task frees the weights once it has copied them
+    return _begin(task)
+
+
+def _begin(task: Task) -> Outcome:
+    run, world = task.run, task.world
     with _storage_errors(run):
         new = world.first and run.create()
-    with _storage_errors(run), _lock(path, world):
+    with _storage_errors(run), locked(run.path) if world.first else nullcontext():
         try:
-
-            def claim() -> None:
-                run.require_free()  # again, under the lock: another process may have been faster
-                sweep(path, is_run_name)
-
-            world.on_first(claim)
-            callback.progress("reading the checkpoint", 0, 0)
-            loaded = load_model(checkpoint)
-            config = tune_settings(mapping, checkpoint, loaded.config)
-            select_device(config.train.device)  # refused before anything is written
-
-            def begin_text(model: Transformer) -> Corpus:
-                require_loggers(config.train.log)
-                chats = holds_conversations(config.text.source)
-                encoder = write_base(
-                    run, model, config, checkpoint, conversations=chats, template=template
+            world.on_first(run.claim)
+            task.corpus = _corpus_of_first(task.prepare_text, world)
+            task.fit_to_text()
+            task.batches = task.training_batches()
+            recompute = task.config.train.recompute
+            with explain_out_of_memory("nothing was begun", recompute=recompute):
+                task.build_model(begun=False)
+                task.config = resolve_steps(
+                    task.config, task.model, task.batches, task.callback, world
                 )
-                shared = config.text.prepared
-                folder = path / TOKENS if shared is None else Path(shared).expanduser()
-                owned, shown = shared is None, callback.progress
-                return prepare(config.text, folder, owned=owned, progress=shown, encoder=encoder)
-
-            corpus = _corpus_of_first(partial(begin_text, loaded), world)
-            config = count_steps(config, mapping, corpus, callback, world)
-            require_cells(config, world)
-            require_memory(config, world)
-            batches = run_batches(config, corpus)
-            with explain_out_of_memory("nothing was begun", recompute=config.train.recompute):
-                model = model_to_train(config, world, partial(trainable, loaded, config))
-                del loaded
-                if world.size == 1:
-                    callback.message(memory_sentence(memory(config, model)))
-                config = resolve_steps(config, model, batches, callback, world)
-            if world.first:
-                _record(config, model, run, corpus, world)
+            if world.first:  # everything that can be refused has been checked
+                require_room(task.model, run)
+                record_corpus(run, task.corpus)
+                world.record_run(str(run.path))
+                run.write_settings(to_mapping(task.config), comments())
         except BaseException:
             if new:
                 run.abandon()
             raise
-        return train_and_report(config, model, run, corpus, batches, callback, world)
-
-
-def _record(
-    config: RunConfig, model: Transformer, run: RunDir, corpus: Corpus, world: World
-) -> None:
-    """Make the directory a run, after everything that can be refused has been checked."""
-    require_room(model, run)
-    record_corpus(run, corpus)
-    world.record_run(str(run.path))
-    run.write_settings(to_mapping(config), comments())
+        return train_and_report(task)
 
 
 def resume(
@@ -232,50 +229,24 @@ def resume(
     world: World = ALONE,
 ) -> Outcome:
     """Continue the run in ``path`` from its newest intact checkpoint."""
-    run = _run_dir(path, world)
+    run = RunDir(path)
     with _storage_errors(run):
         before = world.on_first(run.read_settings)
         run.require_plain()
-    with _storage_errors(run), _lock(path, world):
+    with _storage_errors(run), locked(path) if world.first else nullcontext():
         config = change_settings(before, changes, callback)
-        select_device(config.train.device)  # refused before anything is written
-
-        def reopen_text() -> Corpus:
-            sweep(path, is_run_name)
-            sweep(run.checkpoints, run_checkpoint.is_checkpoint_name)
-            require_loggers(config.train.log)
-            require_cells(config, world)
-            require_memory(config, world)
-            require_room(meta_model(config.model), run)
-            corpus = reopen_corpus(config, run, callback)
-            if digest := new_text(corpus, callback, accept_new_text):
-                encoder = None if config.tune is None else read_encoder(path)
-                tokenizer = str(path / "tokenizer.json") if encoder is None else None
-                same_ids = replace(config.text, source=corpus.source, tokenizer=tokenizer)
-                folder, progress = path / f"{TOKENS}-{digest[:12]}", callback.progress
-                corpus = prepare(same_ids, folder, owned=True, progress=progress, encoder=encoder)
-                record_corpus(run, corpus)
-            if config != settings(before):
-                run.write_settings(to_mapping(config), comments())
-            return corpus
-
-        corpus = _corpus_of_first(reopen_text, world)
-        batches = run_batches(config, corpus)
-        begun = world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
-        build = None
-        if config.tune is not None and (config.tune.rank is not None or not begun):
-            build = partial(first_model, config, path)
-        model = model_to_train(config, world, build)
-        return train_and_report(config, model, run, corpus, batches, callback, world)
+        task = (Task if config.tune is None else TuneTask)(config, path, callback, world)
+        reopen = partial(task.reopen_text, accept_new=accept_new_text)
+        task.corpus = _corpus_of_first(reopen, world)
+        if world.first and config != settings(before):
+            run.write_settings(to_mapping(config), comments())
+        task.batches = task.training_batches()
+        task.build_model(begun=_has_checkpoint(task))
+        return train_and_report(task)
 
 
-def _run_dir(path: Path, world: World) -> RunDir:
-    return RunDir(path) if world.first else ReadOnlyRunDir(path)
-
-
-def _lock(path: Path, world: World) -> AbstractContextManager[None]:
-    """The lock of the run, which rank 0 holds for all."""
-    return locked(path) if world.first else nullcontext()
+def _has_checkpoint(task: Task) -> bool:
+    return task.world.on_first(lambda: bool(run_checkpoint.folders(task.run.checkpoints)))
 
 
 def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
@@ -295,209 +266,97 @@ def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
     return corpus
 
 
-def train_and_report(
-    config: RunConfig,
-    model: Transformer,
-    run: RunDir,
-    corpus: Corpus,
-    batches: BatchSource,
-    callback: RunCallback,
-    world: World = ALONE,
-) -> Outcome:
+def train_and_report(task: Task) -> Outcome:
     """Take the remaining steps of the run, evaluate the model, write the report."""
-    steps, device = config.train.steps, select_device(config.train.device)
+    config, run, world = task.config, task.run, task.world
+    steps = config.train.steps
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    fresh = not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
-    drawn = None
-    if fresh and model.embed.weight.is_meta:
-        drawn = first_weights(config, run.path, corpus.train, world)
-    elif fresh and config.tune is None:
-        start_weights(config, model, corpus.train)
-    schedule, stepper = build_schedule(config.optim, steps), None
-    weights: Weights = model
-    if in_cells(config, world):
-        stepper = build_cells(config, model, batches, schedule, world, steps=steps, drawn=drawn)
-        del drawn
-        optimiser, weights = stepper.optimiser, stepper.owners
-    else:
-        optimiser = build_optimiser(model, config.optim, steps=steps)
-        if config.tune is not None and config.tune.rank is not None:
-            weights = AdapterWeights(model)
-    progress = _restore(config, run, weights, optimiser, callback, world)
+    stepper, weights = _build_stepper(task, steps)
+    progress = _restore(task, weights, stepper)
     if progress.step >= steps:
-        callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
+        task.callback.message(
+            f"{run.path} is already finished: {progress.step:,} of {steps:,} steps."
+        )
         if world.on_first(lambda: _is_complete(run, progress.step)):
             return Outcome("finished", progress)
     if world.first:
-        _record_environment(config, run, device, progress, callback, world)
+        _record_environment(task, progress)
     run.write_status(progress.step, steps)
-    divided = stepper is not None and stepper.owners.sharded  # no rank has all of the weights
-    if config.tune is not None and not progress.step:
-        callback.progress("measuring the checkpoint", 0, 0)
-
-        def measure_checkpoint() -> None:
-            whole = first_model(config, run.path).to(device) if divided else model
-            run.write_json("before.json", measure(config, whole, corpus))
-
-        world.on_first(measure_checkpoint)
-
-    precision = autocast(config.train.precision, device)
-
-    def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
-        with nullcontext() if limit is None else precision():
-            metrics = _evaluate(config, model, corpus, limit, world)
-        reshard(model)
-        return metrics
-
-    def probe(batch: Batch) -> dict[str, list[float]]:
-        health = attention_health(model, _probed(batch))
-        reshard(model)
-        return health
-
+    if not progress.step:
+        task.measure_first()
     names = config.train.log if world.first else ()
     loggers = [TensorBoard(run.path / name, step=progress.step) for name in names]
-    loop = (Loop if stepper is None else DistributedLoop)(
-        stepper
-        or Stepper(
-            model,
-            batches,
-            optimiser,
-            schedule,
-            config=config.train,
-            seed=config.seed,
-            beta2=build_beta2(config.optim),
-        ),
+    loop = (DistributedLoop if isinstance(stepper, CellStepper) else Loop)(
+        stepper,
         steps=steps,
         run=run,
         settings=to_mapping(config.model),
-        validate=lambda model: validate(model, config.train.evaluate_tokens),
-        probe=probe,
-        callback=CallbackList(callback, *loggers),
+        validate=partial(task.validate, limit=config.train.evaluate_tokens),
+        probe=task.probe,
+        callback=CallbackList(task.callback, *loggers),
         progress=progress,
         weights=weights,
     )
     with _explain_failure(run, config.train.recompute):
         outcome = loop.train()
-        summary: dict[str, Any] = {
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "steps": steps,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            **_adapter_facts(config, model),
-            "text": asdict(corpus.facts),
-            **asdict(outcome.progress),
-        }
-        if outcome.status == "finished":
-            callback.progress("reading all of the validation text", 0, 0)
-            summary["validation"] = validate(model, None)
-        if not world.first:
-            return outcome
-        whole = model
-        if divided and outcome.status != "diverged":
-            whole = load_model(run.path, which="newest").to(device)
-        if outcome.status == "finished":
-            callback.progress("computing the baselines", 0, 0)
-            summary |= _baselines(corpus, callback)
-            summary |= _before_and_after(config, run, whole, corpus, callback)
-        if outcome.status != "diverged":
-            # Sampling draws from the softmax of the logits, which another loss does not fit; their
-            # largest is the most probable token under every map.
-            temperature = 0.8 if config.train.loss == "cross_entropy" else 0.0
-            run.write_json("sample.json", _sample(config, whole, run, corpus, temperature))
-        page(run.path, plain_json(summary))
-        run.write_json("summary.json", summary)
+        _report(task, outcome)
     return outcome
 
 
-def _before_and_after(
-    config: RunConfig, run: RunDir, model: Transformer, corpus: Corpus, callback: RunCallback
-) -> dict[str, Any]:
-    """The measures of a checkpoint and of what was tuned of it."""
-    if config.tune is None:
-        return {}
-    callback.progress("measuring the tuned model", 0, 0)
-    try:
-        before = read_sealed_json(run.path / "before.json")
-    except Damaged as error:
-        callback.message(f"{error} The report has no comparison with the checkpoint.")
-        return {}
-    return {"tuning": {"before": before, "after": measure(config, model, corpus)}}
+def _build_stepper(task: Task, steps: int) -> tuple[Stepper, Weights]:
+    """The steps, and the weights that a checkpoint holds."""
+    config, schedule = task.config, build_schedule(task.config.optim, steps)
+    if in_cells(config, task.world):
+        drawn: dict[str, Tensor] = {}
+        fresh = task.divided and not _has_checkpoint(task)
+        if fresh:  # all of the first weights on rank 0, none on the others
+            task.world.on_first(lambda: drawn.update(task.first_model().state_dict()))
+        first = drawn if fresh else None
+        stepper = build_cells(
+            config, task.model, task.batches, schedule, task.world, steps=steps, drawn=first
+        )
+        return stepper, stepper.owners
+    optimiser = build_optimiser(task.model, config.optim, steps=steps)
+    train, beta2 = config.train, build_beta2(config.optim)
+    return Stepper(
+        task.model, task.batches, optimiser, schedule, config=train, seed=config.seed, beta2=beta2
+    ), task.model if config.lora is None else AdapterWeights(task.model)
 
 
-def _adapter_facts(config: RunConfig, model: nn.Module) -> dict[str, int]:
-    """How many numbers are trained, where these are adapters."""
-    if config.tune is None or config.tune.rank is None:
-        return {}
-    return {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+def _report(task: Task, outcome: Outcome) -> None:
+    """Measure the model that was trained and write sample, page and summary."""
+    config, run, model, callback = task.config, task.run, task.model, task.callback
+    summary: dict[str, Any] = {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "steps": config.train.steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    if config.lora is not None:
+        summary["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    summary |= {"text": asdict(task.corpus.facts), **asdict(outcome.progress)}
+    if outcome.status == "finished":
+        callback.progress("reading all of the validation text", 0, 0)
+        summary["validation"] = task.validate(model, None)
+    if not task.world.first:
+        return
+    if task.divided and outcome.status != "diverged":
+        model = load_model(run.path, which="newest").to(task.device)
+    if outcome.status == "finished":
+        callback.progress("computing the baselines", 0, 0)
+        summary |= _baselines(task.corpus, callback)
+        summary |= task.comparison(model)
+    if outcome.status != "diverged":
+        run.write_json("sample.json", task.sample(model))
+    page(run.path, plain_json(summary))
+    run.write_json("summary.json", summary)
 
 
-def _probed(batch: Batch) -> Tensor:
-    """Ids of a batch for the health of attention: two texts, or the first document of a row."""
-    if batch.segments is None:
-        return batch.inputs[:2]
-    return batch.inputs[:1, batch.segments[0] == batch.segments[0, 0]]
-
-
-def _sample(
-    config: RunConfig, model: Transformer, run: RunDir, corpus: Corpus, temperature: float
-) -> dict[str, Any]:
-    """A continuation of the validation text, or an answer in its first conversation."""
-    tokenizer, ids, prompt = corpus.tokenizer, corpus.validation, PROMPT
-    stop = list(end_ids(run.path, tokenizer))
-    if (documents := corpus.documents_of) is not None:
-        first = documents[True]
-        ids = ids[: int(first.starts[1])]
-        if first.scored is not None:
-            prompt = int(first.scored[: len(ids)].argmax())
-            prompt = max(1, min(prompt, config.model.context - 1))
-        if corpus.facts.conversations and (template := read_chat_template(run.path)) is not None:
-            stop += [one for one in template.stops(tokenizer) if isinstance(one, int)]
-    return sample(
-        model,
-        tokenizer,
-        ids,
-        seed=config.seed,
-        temperature=temperature,
-        prompt=prompt,
-        stop=stop,
-    )
-
-
-def _evaluate(
-    config: RunConfig, model: nn.Module, corpus: Corpus, limit: int | None, world: World
-) -> dict[str, float]:
-    """Metrics of the validation text, "loss" being the one that was trained.
-
-    With another loss than cross-entropy, perplexity and bits per byte are those of its own choice
-    map, and are left out where a target has probability 0.
-    """
-    if config.tune is not None:
-        assert isinstance(model, Transformer)
-        rows, size = document_batches(config, corpus, validation=True), corpus.facts.predicted_bytes
-        return score_documents(model, rows, bytes=size, limit=limit)._asdict()
-    choice = named_loss(config.train.loss, alpha=config.train.loss_alpha)
-    ids, size = corpus.validation, corpus.facts.validation_bytes
-    context = config.model.context
-    if choice is None:
-        found = score(model, ids, bytes=size, context=context, limit=limit, shared=world)
-        return found._asdict()
-    scores = score_choice(
-        model, ids, choice=choice, bytes=size, context=context, limit=limit, shared=world
-    )
-    return {name: value for name, value in scores._asdict().items() if math.isfinite(value)}
-
-
-def _restore(
-    config: RunConfig,
-    run: RunDir,
-    weights: Weights,
-    optimiser: CombinedOptimiser,
-    callback: RunCallback,
-    world: World,
-) -> Progress:
+def _restore(task: Task, weights: Weights, stepper: Stepper) -> Progress:
     """Load the newest intact checkpoint into the model, and remove metrics past it."""
+    run, callback = task.run, task.callback
     damaged: dict[Path, str] = {}
 
     def choose() -> str | None:
@@ -505,12 +364,12 @@ def _restore(
         damaged.update(wrong)
         return None if folder is None else str(folder)
 
-    chosen = world.on_first(choose)
+    chosen = task.world.on_first(choose)
     if chosen is None:
         return Progress()
-    folder = Path(chosen)
-    progress = run_checkpoint.restore(folder, weights, optimiser, to_mapping(config.model))
-    if world.first:
+    folder, model = Path(chosen), to_mapping(task.config.model)
+    progress = run_checkpoint.restore(folder, weights, stepper.optimiser, model)
+    if task.world.first:
         for bad in damaged:
             run_checkpoint.set_aside(bad)
         if lost := run.rewind(progress.metrics_bytes):
@@ -592,23 +451,17 @@ def _read_summary(run: RunDir) -> dict[str, Any]:
         return {}
 
 
-def _record_environment(
-    config: RunConfig,
-    run: RunDir,
-    device: torch.device,
-    progress: Progress,
-    callback: RunCallback,
-    world: World,
-) -> None:
+def _record_environment(task: Task, progress: Progress) -> None:
     """Record what the bits depend on, and report what has changed since the last process."""
-    now = {**environment(device), "processes": world.size}
+    run, callback = task.run, task.callback
+    now = {**environment(task.device), "processes": task.world.size}
     try:
         before = read_sealed_json(run.path / "environment.json") if progress.step else now
     except Damaged as error:
         callback.message(f"{error} It is written anew.")
         before = now
     before = {"processes": 1, **before}
-    processes = ("processes",) if config.train.cells is None else ()
+    processes = ("processes",) if task.config.train.cells is None else ()
     for what in ("torch", "device", *processes):
         if before.get(what) != now[what]:
             callback.message(
@@ -616,6 +469,35 @@ def _record_environment(
                 "the run goes on, no longer bit for bit as begun."
             )
     run.write_json("environment.json", now)
+
+
+def own_text(directory: Path, split: str = "validation") -> EvaluationText:
+    """The "validation" or the "train" part of the text of a run, for ``evaluate_text``."""
+    if not (directory / "text.json").is_file():
+        raise ValueError(f"{directory} has no text; name one with --text.")
+    corpus, held_out = open_corpus(directory), split != "train"
+    facts, ids = corpus.facts, corpus.validation if held_out else corpus.train
+    text = EvaluationText(
+        f"{split} text of {directory}",
+        facts.predicted_bytes if held_out else facts.train_predicted_bytes,
+        partial(corpus.documents, validation=held_out),
+        ids,
+        fingerprint(read_tokenizer(directory)),
+    )
+    if corpus.documents_of is None:
+        return text
+    pack = partial(pack_documents, settings(RunDir(directory).read_settings()), corpus)
+    documents = corpus.documents_of[held_out]
+    return text._replace(ids=SeparateDocuments(documents, pack, facts.conversations))
+
+
+def prediction_map(directory: Path) -> Choice | None:
+    """The map whose weights are the predictions of a run; None for a softmax."""
+    if not run_checkpoint.is_run(directory):
+        return None
+    train = RunDir(directory).read_settings().get("train", {})
+    alpha = train.get("loss_alpha", TrainConfig.loss_alpha)
+    return named_loss(train.get("loss", TrainConfig.loss), alpha=alpha)
 
 
 def baselines(corpus: Corpus) -> dict[str, float]:
@@ -639,24 +521,3 @@ def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         callback.message(f"The baselines are left out: {error}")
         return {"baselines": {}, "no_baselines": str(error)}
-
-
-def _warn_of_short_text(corpus: Corpus, callback: RunCallback) -> None:
-    facts = corpus.facts
-    if facts.validation_bytes < SHORT_VALIDATION:
-        callback.message(
-            f"The text has {facts.train_bytes + facts.validation_bytes:,} bytes and its held-out "
-            f"part {facts.validation_bytes:,}: too few for numbers that mean much; some hundred "
-            "thousand bytes are a beginning."
-        )
-
-
-def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """Set model.vocabulary to the size of the tokenizer, unless a larger one is given."""
-    size = corpus.tokenizer.vocabulary_size
-    rows = config.model.vocabulary
-    if rows == (config.text.vocabulary or LARGEST_DEFAULT):  # as settings() has it: none is given
-        return replace(config, model=replace(config.model, vocabulary=size))
-    if rows < size:
-        raise ValueError(f"model.vocabulary={rows} is fewer than the tokenizer's {size} ids.")
-    return config

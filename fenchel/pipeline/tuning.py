@@ -23,9 +23,10 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fenchel.checkpoints import load_model, tuned_run
 from fenchel.checkpoints.directory import TOKENIZER
@@ -46,27 +47,28 @@ from fenchel.data import (
     Corpus,
     DocumentEncoder,
     DocumentIds,
+    Ids,
     PackedBatches,
+    holds_conversations,
 )
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
-from fenchel.distributed.processes import ALONE, World
-from fenchel.evaluate import attention_health, outcomes, summarise
-from fenchel.evaluate.attention import attention_sensitivity
+from fenchel.evaluate import attention_health, outcomes, score_documents, summarise
+from fenchel.evaluate.attention import PROMPT, attention_sensitivity
 from fenchel.evaluate.calibration import Outcomes
 from fenchel.evaluate.score import document_predictions
-from fenchel.files import Damaged
+from fenchel.files import Damaged, read_sealed_json
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import add_lora
-from fenchel.pipeline.config import RunCallback, RunConfig, settings
-from fenchel.train import RunDir
+from fenchel.pipeline.config import RunConfig, section, settings
+from fenchel.pipeline.preparation import amount
+from fenchel.pipeline.task import Task
+from fenchel.train import require_loggers
 from fenchel.train.step import autocast
 
 ROWS, EPOCH_STEPS = 8, 8
 """Rows of a batch, and the fewest steps of an epoch, where train.batch is not given."""
-LONGEST_ROW = 1024
-"""Positions per row of a model with a longer context, where tune.context is not given."""
 EVALUATED_ROWS = 8
 """Rows per pass of an evaluation."""
 MEASURED = 256
@@ -80,7 +82,7 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
 
     Defaults are those of fine-tuning (docs/tune.md); ``mapping`` overrides them.
     """
-    sections = {name: dict(_section(mapping, name)) for name in ("model", "optim", "train", "tune")}
+    sections = {name: dict(section(mapping, name)) for name in ("model", "optim", "train", "tune")}
     for name in sections["model"]:
         if name not in DROPOUT:
             raise ValueError(
@@ -118,104 +120,6 @@ _RULES: dict[str, dict[str, Any]] = {
 _ADAPTERS = {"learning_rate": 2e-4}
 
 
-def _section(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = mapping.get(name, {})
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{name}={section!r} should be a section, with settings in it.")
-    return section
-
-
-def write_base(
-    run: RunDir,
-    model: Transformer,
-    config: RunConfig,
-    checkpoint: Path,
-    *,
-    conversations: bool,
-    template: str | None,
-) -> DocumentEncoder:
-    """Copy the files beside the weights into the run; returns how they read documents.
-
-    ``checkpoint`` is the directory as the user gave it. ``template`` replaces the chat template:
-    "plain" or the name of a file. Errors of the template name what the user gave.
-    """
-    assert config.tune is not None
-    name = f"the chat template of {checkpoint}"
-    if template is not None and not conversations:
-        raise ValueError("--template writes conversations, and the text has none; leave it out.")
-    source = model_files(checkpoint)
-    files = read_files(source, (CONFIG, *COPIED))
-    tokenizer = read_tokenizer(checkpoint, model.config.vocabulary)
-    if CONFIG not in files:  # a run of ours: its beginning of a text is written down here
-        files[TOKENIZER] = tokenizer.to_str(pretty=True).encode()
-    if conversations:
-        chat = read_chat_template(checkpoint, template)
-        if chat is None:
-            raise ValueError(
-                f"{checkpoint} has no chat template, and the text holds conversations; give "
-                "--template plain, or a file with a template."
-            )
-        if template is not None:
-            text = PLAIN_WITH_END if template == "plain" else chat.source
-            files[CHAT_TEMPLATE], name = text.encode(), chat.name
-    record = TunedCheckpoint(
-        checkpoint.resolve(), weights_sha256(model), conversations, config.tune.lora
-    )
-    tuned_run.write_base(run.path, record, files)
-    return read_encoder(run.path, name)
-
-
-def read_encoder(run: Path, template_name: str | None = None) -> DocumentEncoder:
-    """How a run that tunes a checkpoint reads documents, from its folder base.
-
-    ``template_name`` is what messages call its chat template; that of the run by default.
-    """
-    tokenizer, template = read_tokenizer(run), None
-    if _base(run).conversations:
-        template = read_chat_template(run)
-        if template is None:
-            raise Damaged(f"{run / BASE} has no chat template.")
-        if template_name is not None:
-            template = ChatTemplate(template.source, template.special_tokens, template_name)
-    return DocumentEncoder(tokenizer, end=document_end(run, tokenizer), template=template)
-
-
-def _base(run: Path) -> TunedCheckpoint:
-    if (base := tuned_run.read_base(run)) is None:
-        raise Damaged(f"{run} has lost its folder {BASE}.")
-    return base
-
-
-def first_model(config: RunConfig, run: Path) -> Transformer:
-    """The model of a run at its first step, from the checkpoint that the run tunes."""
-    base = _base(run)
-    model = load_model(base.path)
-    base.require_same(model)
-    return trainable(model, config)
-
-
-def trainable(model: Transformer, config: RunConfig) -> Transformer:
-    """A loaded model in float32, off the pages of its file, with the dropout of the settings.
-
-    With adapters it is frozen, and they are drawn from the seed.
-    """
-    assert config.tune is not None
-    weights = {name: w.to(torch.float32, copy=True) for name, w in model.state_dict().items()}
-    files, model = model.source_files, build(config.model, weights)
-    model.source_files = files
-    if (lora := config.tune.lora) is not None:
-        add_lora(model, **asdict(lora), generator=torch.Generator().manual_seed(config.seed))
-    return model
-
-
-def row_length(config: RunConfig) -> int:
-    """Positions per row: T."""
-    context = config.model.context
-    if config.tune is None:
-        return context
-    return config.tune.context or min(context, LONGEST_ROW)
-
-
 def document_batches(config: RunConfig, corpus: Corpus, *, validation: bool) -> PackedBatches:
     """The documents of one stream, packed."""
     assert corpus.documents_of is not None
@@ -236,7 +140,7 @@ def pack_documents(
     return PackedBatches(
         documents,
         batch=batch,
-        context=context or row_length(config),
+        context=context or config.row_length,
         seed=config.seed,
         begin=tokenizer.begin_ids,
         pad=tokenizer.pad_id if tokenizer.has_end else 0,
@@ -244,71 +148,212 @@ def pack_documents(
     )
 
 
-def measure(config: RunConfig, model: Transformer, corpus: Corpus) -> dict[str, Any]:
-    """What the report compares before and after tuning, as plain values.
+class Source(NamedTuple):
+    """The checkpoint that a new run tunes, and what was given with it."""
 
-    Loss, accuracy and calibration on all of the held-out text; per layer the health and the
-    sensitivity of attention on the first ``MEASURED`` tokens of its longest document.
-    """
-    documents = document_batches(config, corpus, validation=True)
-    parts = [
-        Outcomes(*(x.cpu() for x in outcomes(*pair)))
-        for pair in document_predictions(model, documents)
-    ]
-    columns = (torch.cat(column) for column in zip(*parts, strict=True))
-    found = summarise(Outcomes(*columns))
-    bits = found.loss * (documents.targets + documents.cut_off) / math.log(2.0)
-    row = documents.rows[0]  # packing begins with the longest
-    assert row.segments is not None
-    ids = row.inputs[row.segments == 0][:MEASURED].to(model.lm_head_weight.device)[None]
-    health = attention_health(model, ids)
-    return {
-        "loss": found.loss,
-        "perplexity": math.exp(min(found.loss, 700.0)),
-        "bits_per_byte": bits / corpus.facts.predicted_bytes,
-        "accuracy": found.accuracy,
-        "confidence": found.confidence,
-        "ece": found.ece,
-        "brier": found.brier,
-        "tokens": found.predictions,
-        "attention": {
-            name: health[f"attention/{name}"] for name in ("entropy", "effective", "max_logit")
-        },
-        "sensitivity": attention_sensitivity(model, ids),
-    }
+    checkpoint: Path
+    """The directory as the user gave it."""
+    model: Transformer
+    mapping: Mapping[str, Any]
+    """Settings that differ from the defaults of tuning."""
+    template: str | None = None
+    """Replaces the chat template: "plain" or the name of a file."""
 
 
-def count_steps(
-    config: RunConfig,
-    mapping: Mapping[str, Any],
-    corpus: Corpus,
-    callback: RunCallback,
-    world: World = ALONE,
-) -> RunConfig:
-    """``config`` with the batch and the steps that follow from the number of rows."""
-    assert config.tune is not None
-    given, train = _section(mapping, "train"), config.train
-    batches = document_batches(config, corpus, validation=False)
-    rows = len(batches.rows)
-    if "batch" not in given:
-        batch = max(1, min(ROWS, rows // EPOCH_STEPS))
-        groups = max(1, world.size // train.context_group)
-        parts = train.cells or math.lcm(train.accumulate, groups)
-        train = replace(train, batch=max(parts, batch - batch % parts))
-    if "steps" not in given and "budget" not in given:
-        train = replace(train, steps=max(1, math.ceil(config.tune.epochs * rows / train.batch)))
-    documents = "conversation" if corpus.facts.conversations else "document"
-    callback.message(
-        f"{_count(corpus.facts.train_documents or 0, documents)} to train on, in "
-        f"{_count(rows, 'row')} of {batches.context:,} positions; "
-        f"{_count(batches.targets, 'token')} to predict, {_count(train.batch, 'row')} per step."
-    )
-    if batches.cut_off:
-        callback.message(
-            f"{_count(batches.cut_off, 'token')} of answers are beyond {batches.context:,} "
-            "positions and are left out; a larger tune.context has room for more."
+class TuneTask(Task):
+    """A checkpoint on rows of documents or conversations."""
+
+    source: Source | None = None
+    """None in a run that is resumed, which reads the checkpoint again where it needs it."""
+
+    def prepare_text(self) -> Corpus:
+        """The token files, after the files beside the weights have been copied into the run."""
+        require_loggers(self.config.train.log)
+        return self.prepare_tokens(self._write_base())
+
+    def encoder(self, template_name: str | None = None) -> DocumentEncoder:
+        """How the run reads documents, from its folder base.
+
+        ``template_name`` is what messages call its chat template; that of the run by default.
+        """
+        run, template = self.path, None
+        tokenizer = read_tokenizer(run)
+        if self._base().conversations:
+            template = read_chat_template(run)
+            if template is None:
+                raise Damaged(f"{run / BASE} has no chat template.")
+            if template_name is not None:
+                template = ChatTemplate(template.source, template.special_tokens, template_name)
+        return DocumentEncoder(tokenizer, end=document_end(run, tokenizer), template=template)
+
+    def _base(self) -> TunedCheckpoint:
+        if (base := tuned_run.read_base(self.path)) is None:
+            raise Damaged(f"{self.path} has lost its folder {BASE}.")
+        return base
+
+    def _write_base(self) -> DocumentEncoder:
+        """Copy the files beside the weights into the run; returns how they read documents.
+
+        Errors of the template name what the user gave.
+        """
+        assert self.source is not None
+        checkpoint, model, _, template = self.source
+        conversations = holds_conversations(self.config.text.source)
+        name = f"the chat template of {checkpoint}"
+        if template is not None and not conversations:
+            raise ValueError(
+                "--template writes conversations, and the text has none; leave it out."
+            )
+        source = model_files(checkpoint)
+        files = read_files(source, (CONFIG, *COPIED))
+        tokenizer = read_tokenizer(checkpoint, model.config.vocabulary)
+        if CONFIG not in files:  # a run of ours: its beginning of a text is written down here
+            files[TOKENIZER] = tokenizer.to_str(pretty=True).encode()
+        if conversations:
+            chat = read_chat_template(checkpoint, template)
+            if chat is None:
+                raise ValueError(
+                    f"{checkpoint} has no chat template, and the text holds conversations; give "
+                    "--template plain, or a file with a template."
+                )
+            if template is not None:
+                text = PLAIN_WITH_END if template == "plain" else chat.source
+                files[CHAT_TEMPLATE], name = text.encode(), chat.name
+        record = TunedCheckpoint(
+            checkpoint.resolve(), weights_sha256(model), conversations, self.config.lora
         )
-    return replace(config, train=train)
+        tuned_run.write_base(self.path, record, files)
+        return self.encoder(name)
+
+    def fit_to_text(self) -> None:
+        """Set the batch and the steps that follow from the number of rows."""
+        assert self.source is not None
+        assert self.config.tune is not None
+        given, train = section(self.source.mapping, "train"), self.config.train
+        facts, batches = self.corpus.facts, self.training_batches()
+        rows = len(batches.rows)
+        if "batch" not in given:
+            batch = max(1, min(ROWS, rows // EPOCH_STEPS))
+            groups = max(1, self.world.size // train.context_group)
+            parts = train.cells or math.lcm(train.accumulate, groups)
+            train = replace(train, batch=max(parts, batch - batch % parts))
+        if "steps" not in given and "budget" not in given:
+            epochs = self.config.tune.epochs
+            train = replace(train, steps=max(1, math.ceil(epochs * rows / train.batch)))
+        documents = "conversation" if facts.conversations else "document"
+        self.callback.message(
+            f"{_count(facts.train_documents or 0, documents)} to train on, in "
+            f"{_count(rows, 'row')} of {batches.context:,} positions; "
+            f"{_count(batches.targets, 'token')} to predict, {_count(train.batch, 'row')} per step."
+        )
+        if batches.cut_off:
+            self.callback.message(
+                f"{_count(batches.cut_off, 'token')} of answers are beyond {batches.context:,} "
+                "positions and are left out; a larger tune.context has room for more."
+            )
+        self.config = replace(self.config, train=train)
+        self.require_possible()
+
+    def training_batches(self) -> PackedBatches:
+        """The documents, packed into rows."""
+        return document_batches(self.config, self.corpus, validation=False)
+
+    def build_model(self, *, begun: bool) -> None:
+        """As of any task; a new run says how much memory its steps need."""
+        super().build_model(begun=begun)
+        if self.source is not None and self.world.size == 1:
+            self.callback.message(memory_sentence(memory(self.config, self.model)))
+        self.source = None  # frees the weights as they were loaded
+
+    def first_model(self) -> Transformer:
+        """The checkpoint in float32, off the pages of its file, with the dropout of the settings.
+
+        With adapters it is frozen, and they are drawn from the seed.
+        """
+        if self.source is not None:
+            loaded = self.source.model
+        else:
+            loaded = load_model(self._base().path)
+            self._base().require_same(loaded)
+        weights = {name: w.to(torch.float32, copy=True) for name, w in loaded.state_dict().items()}
+        model = build(self.config.model, weights)
+        model.source_files = loaded.source_files
+        if (lora := self.config.lora) is not None:
+            seeded = torch.Generator().manual_seed(self.config.seed)
+            add_lora(model, **asdict(lora), generator=seeded)
+        return model
+
+    def evaluate(self, model: nn.Module, limit: int | None) -> dict[str, float]:
+        """Metrics of the held-out documents; of conversations, those of the answers."""
+        assert isinstance(model, Transformer)
+        rows = document_batches(self.config, self.corpus, validation=True)
+        size = self.corpus.facts.predicted_bytes
+        return score_documents(model, rows, bytes=size, limit=limit)._asdict()
+
+    def sample_prompt(self) -> tuple[Ids, int, list[int]]:
+        """The first held-out document, or its first conversation up to the answer."""
+        assert self.corpus.documents_of is not None
+        first = self.corpus.documents_of[True]
+        ids, prompt = self.corpus.validation[: int(first.starts[1])], PROMPT
+        if first.scored is not None:
+            prompt = int(first.scored[: len(ids)].argmax())
+            prompt = max(1, min(prompt, self.config.model.context - 1))
+        template = read_chat_template(self.path) if self.corpus.facts.conversations else None
+        stops = () if template is None else template.stops(self.corpus.tokenizer)
+        return ids, prompt, [one for one in stops if isinstance(one, int)]
+
+    def measure_first(self) -> None:
+        """Write the measures of the checkpoint to before.json."""
+        self.callback.progress("measuring the checkpoint", 0, 0)
+
+        def measure_checkpoint() -> None:
+            whole = self.first_model().to(self.device) if self.divided else self.model
+            self.run.write_json("before.json", self.measure(whole))
+
+        self.world.on_first(measure_checkpoint)
+
+    def comparison(self, model: Transformer) -> dict[str, Any]:
+        """The measures of the checkpoint and of what was tuned of it."""
+        self.callback.progress("measuring the tuned model", 0, 0)
+        try:
+            before = read_sealed_json(self.path / "before.json")
+        except Damaged as error:
+            self.callback.message(f"{error} The report has no comparison with the checkpoint.")
+            return {}
+        return {"tuning": {"before": before, "after": self.measure(model)}}
+
+    def measure(self, model: Transformer) -> dict[str, Any]:
+        """What the report compares before and after tuning, as plain values.
+
+        Loss, accuracy and calibration on all of the held-out text; per layer the health and the
+        sensitivity of attention on the first ``MEASURED`` tokens of its longest document.
+        """
+        documents = document_batches(self.config, self.corpus, validation=True)
+        parts = [
+            Outcomes(*(x.cpu() for x in outcomes(*pair)))
+            for pair in document_predictions(model, documents)
+        ]
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        found = summarise(Outcomes(*columns))
+        bits = found.loss * (documents.targets + documents.cut_off) / math.log(2.0)
+        row = documents.rows[0]  # packing begins with the longest
+        assert row.segments is not None
+        ids = row.inputs[row.segments == 0][:MEASURED].to(model.lm_head_weight.device)[None]
+        health = attention_health(model, ids)
+        return {
+            "loss": found.loss,
+            "perplexity": math.exp(min(found.loss, 700.0)),
+            "bits_per_byte": bits / self.corpus.facts.predicted_bytes,
+            "accuracy": found.accuracy,
+            "confidence": found.confidence,
+            "ece": found.ece,
+            "brier": found.brier,
+            "tokens": found.predictions,
+            "attention": {
+                name: health[f"attention/{name}"] for name in ("entropy", "effective", "max_logit")
+            },
+            "sensitivity": attention_sensitivity(model, ids),
+        }
 
 
 def memory(config: RunConfig, model: Transformer) -> dict[str, int]:
@@ -319,14 +364,14 @@ def memory(config: RunConfig, model: Transformer) -> dict[str, int]:
     device = model.lm_head_weight.device
     narrow = autocast(config.train.precision, device) is not nullcontext
     train = replace(config.train, precision="bfloat16" if narrow else "float32")
-    row = replace(config.model, context=row_length(config))
+    row = replace(config.model, context=config.row_length)
     kind = "cuda" if device.type == "cuda" else "cpu"
     forecasts = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts
     forecast = forecasts[int(train.recompute != "none")]
     found = {name: int(size) for name, size in forecast.memory.items()}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(p.nbytes for p in model.parameters())
-    adapted = config.tune is not None and config.tune.rank is not None
+    adapted = config.lora is not None
     return {
         "weights": weights,
         "gradients": 4 * trained,
@@ -343,14 +388,6 @@ def memory_sentence(sizes: Mapping[str, int]) -> str:
     """
     parts = ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
     return f"A step needs about {amount(sum(sizes.values()))} of memory: {parts}."
-
-
-def amount(size: int) -> str:
-    """
-    >>> amount(3 * 2**30), amount(5 * 2**20)
-    ('3.0 GiB', '5.0 MiB')
-    """
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _count(number: int, noun: str) -> str:

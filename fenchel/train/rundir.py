@@ -53,6 +53,7 @@ from fenchel.files import (
     read_sealed_json,
     seal_line,
     seal_text,
+    sweep,
     write_atomic,
     write_sealed_json,
 )
@@ -91,6 +92,11 @@ class RunDir:
             new = False
         self.checkpoints.mkdir(exist_ok=True)
         return new
+
+    def claim(self) -> None:
+        """Refuse the folder of another run, and remove what an interrupted start has left."""
+        self.require_free()  # again, under the lock: another process may have been faster
+        sweep(self.path, is_run_name)
 
     def abandon(self) -> None:
         """Remove the folder of a run that never began, except what is not of such a run."""

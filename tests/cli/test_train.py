@@ -9,7 +9,7 @@ import pytest
 
 from fenchel.checkpoints import Progress
 from fenchel.cli import main
-from fenchel.cli.train import launch
+from fenchel.distributed.processes import launch
 from fenchel.pipeline import RunConfig
 from fenchel.train import Outcome
 
@@ -81,7 +81,7 @@ def test_a_budget_replaces_the_steps_of_a_config_file(
         seen.append(config)
         return Outcome("finished", Progress())
 
-    monkeypatch.setattr("fenchel.pipeline.begin", begin)
+    monkeypatch.setattr("fenchel.pipeline.run.begin", begin)
     config, out = str(run_directory / "config.toml"), str(tmp_path / "x")
     assert main(["train", config, "--budget", "90s", "--out", out]) == 0
     assert main(["train", config, "--out", out]) == 0
@@ -186,6 +186,7 @@ def test_a_sparse_loss_trains_and_names_its_measures(
         (["--set", "train.batch=10000000"], "memory"),
         (["--set", "model.vocabulary=16777216", "--set", "model.width=65536"], "memory"),
         (["--set", "model.experts=10000000"], "memory"),
+        (["--set", "tune.rank=3"], "the section tune belongs to fenchel tune DIR"),
         (["no_such.toml"], "no settings file"),
         (["--resume", "no/such/run"], "there is no run directory no/such/run"),
         (["--resume", "x", "--out", "y"], "--resume"),

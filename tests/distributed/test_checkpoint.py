@@ -19,7 +19,7 @@ import torch
 from fenchel.checkpoints import load_model, run_checkpoint
 from fenchel.distributed.cells import CellStepper
 from fenchel.files import locked, verify
-from fenchel.pipeline import preparation
+from fenchel.pipeline import task
 
 STEPS = 12
 SETTINGS = {
@@ -277,7 +277,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_run(launch, text, whole, tmp_pat
     def before(rank: int) -> None:
         at_step(6, 1, die)(rank)
         if rank == 1:
-            preparation.build_model = None  # type: ignore[assignment]
+            task.build_model = None  # type: ignore[assignment]
 
     run = tmp_path / "run"
     words = beginning(run, text, train__shard="full")

@@ -175,7 +175,6 @@ def test_a_run_that_is_still_making_shared_token_files_is_not_disturbed(
 
 
 def test_two_runs_that_begin_in_one_second_get_two_folders(tmp_path: Path) -> None:
-    config = fenchel.pipeline.settings({})
-    first = fenchel.pipeline.new_run_path(tmp_path, config)
+    first = fenchel.pipeline.new_run_path(tmp_path, "sotu")
     first.mkdir()
-    assert fenchel.pipeline.new_run_path(tmp_path, config) != first
+    assert fenchel.pipeline.new_run_path(tmp_path, "sotu") != first

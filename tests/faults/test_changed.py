@@ -112,7 +112,7 @@ def test_a_kill_while_a_new_text_is_taken_in_leaves_the_old_state(lab: Any, tmp_
     text.write_bytes(old + b"\nmore")
 
     def mischief() -> None:
-        fenchel.pipeline.run.record_corpus = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        fenchel.pipeline.task.record_corpus = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     assert lab.resume(run, "--accept-new-text", mischief=mischief).code == -signal.SIGKILL
     assert text_of(run) == before

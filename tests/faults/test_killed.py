@@ -21,6 +21,7 @@ import pytest
 from fenchel import files, report
 from fenchel.checkpoints import run_checkpoint
 from fenchel.pipeline import run as pipeline_run
+from fenchel.pipeline import task
 
 INTERVAL = 5
 
@@ -268,7 +269,7 @@ def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
     run = tmp_path / "run"
     shutil.copytree(half, run)
     (run / "report.html").unlink()
-    ended = lab.resume(run, mischief=around(pipeline_run, "sample", "before"))
+    ended = lab.resume(run, mischief=around(task, "sample", "before"))
     assert ended.code == -signal.SIGKILL
     assert not (run / "report.html").exists()
     ended = lab.resume(run)
@@ -285,7 +286,8 @@ def test_killed_while_the_last_page_is_written_a_resume_makes_that_of_the_last_s
 ) -> None:
     """Audit F1: the run was interrupted before, so that an older sample and page are there."""
     older = (halfway / "report.html").read_text()
-    ended = lab.resume(halfway, mischief=around(pipeline_run, name, when))
+    owner = {"sample": task, "page": pipeline_run}[name]
+    ended = lab.resume(halfway, mischief=around(owner, name, when))
     assert ended.code == -signal.SIGKILL
     assert lab.resume(halfway).code == 0
     assert lab.story(halfway) == whole

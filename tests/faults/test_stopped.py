@@ -153,7 +153,7 @@ def test_a_stop_before_training_leaves_no_half_made_folder(
         def interrupted(*_: object, **__: object) -> None:
             os.kill(os.getpid(), by)
 
-        fenchel.pipeline.run.prepare = interrupted
+        fenchel.pipeline.task.prepare = interrupted
 
     ended = lab.begin(tmp_path / "run", mischief=mischief)
     assert ended.code == 128 + by

@@ -106,7 +106,7 @@ def test_evaluations_are_in_the_precision_of_training_until_the_last(
         seen.append((limit, torch.is_autocast_enabled("cpu")))
         return evaluate.score(*given, limit=limit, **settings)
 
-    monkeypatch.setattr(import_module("fenchel.pipeline.run"), "score", score)
+    monkeypatch.setattr(import_module("fenchel.pipeline.task"), "score", score)
     config = config_of(text, train={"precision": "bfloat16", "evaluate_tokens": 8})
     pipeline.begin(config, tmp_path / "run", Silent())
     assert seen == [(8, True)] * 3 + [(None, False)]
