@@ -41,6 +41,7 @@ ELSEWHERE = {
     "optim/score/step_size": "optim/score/test_score_change.py",
     "optim/score/trust": "optim/score/test_control.py",
     "pipeline/run": "cli/test_train.py",
+    "pipeline/task": "pipeline/test_preparation.py",
     "report/certificates": "cli/test_certify.py",
     "report/curves": "report/test_run_page.py",
     "report/inspection_blocks": "report/test_inspection_page.py",
