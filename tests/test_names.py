@@ -34,6 +34,7 @@ ELSEWHERE = {
     "inspection_result": "inspection/test_run.py",
     "inspection/trace": "inspection/test_foreign_model.py",
     "kernels/band": "attention/test_prior.py",
+    "kernels/primitives": "kernels/test_decode_attention.py",
     "lessons": "lessons/test_notebooks.py",
     "model/families": "model/families/test_contract.py",
     "model/forward_context": "model/test_attention.py",

@@ -26,7 +26,7 @@ Dropout draws from torch's default generator in every back end, since the fused 
 other. A query that no key is open to gets zeros, with zero derivatives.
 """
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 from warnings import warn
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, descr
 from fenchel.attention.prior import PriorLike
 from fenchel.attention.sdpa import causal_flag, fused
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
-from fenchel.attention.spec import SOFTMAX, AttentionSpec, ChoiceLike
+from fenchel.attention.spec import SOFTMAX, AttentionKeywords, AttentionSpec, ChoiceLike
 from fenchel.choice import Softmax
 from fenchel.torch_internals import carries_tangents, in_func_transform, is_compiler_failure
 
@@ -165,12 +165,9 @@ def backend_support(
     k: Tensor,
     v: Tensor,
     *,
-    choice: ChoiceLike = SOFTMAX,
-    prior: PriorLike = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
+    **spec: Unpack[AttentionKeywords],
 ) -> dict[str, str | None]:
     """For each back end, why it cannot serve this call, or None: arguments as in ``attend``.
 
@@ -179,8 +176,7 @@ def backend_support(
     >>> backend_support(q, q, q, return_weights=True)["sdpa"]
     "torch's fused kernels cannot return the weights"
     """
-    spec = AttentionSpec(choice, prior, scale, softcap)
-    *_, facts = _prepare(q, k, v, spec, dropout, return_weights)
+    *_, facts = _prepare(q, k, v, AttentionSpec(**spec), dropout, return_weights)
     return {name: backend.why_not(facts) for name, backend in BACKENDS.items()}
 
 
@@ -189,12 +185,9 @@ def selected_backend(
     k: Tensor,
     v: Tensor,
     *,
-    choice: ChoiceLike = SOFTMAX,
-    prior: PriorLike = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
+    **spec: Unpack[AttentionKeywords],
 ) -> str:
     """The back end that ``backend="auto"`` takes for this call: arguments as in ``attend``.
 
@@ -203,8 +196,7 @@ def selected_backend(
     >>> selected_backend(q, q, q)
     'sdpa'
     """
-    spec = AttentionSpec(choice, prior, scale, softcap)
-    *_, facts = _prepare(q, k, v, spec, dropout, return_weights)
+    *_, facts = _prepare(q, k, v, AttentionSpec(**spec), dropout, return_weights)
     return backend_named("auto", facts).name
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fenchel.kernels.thin_matmul import overlap
+from fenchel.kernels.primitives import pdl_launch
 
 BLOCK = 8192
 """Entries of a row per iteration: two loads of 16 bytes in flight per thread."""
@@ -27,7 +27,7 @@ def argmax_token(z_BV: Tensor, n_1: Tensor, token_B: Tensor, tokens_BP: Tensor) 
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
     sizes = {"BLOCK": block, "num_warps": WARPS if block == BLOCK else 4}
     _argmax_token[(B,)](
-        z_BV, n_1, token_B, tokens_BP, V, tokens_BP.stride(0), **sizes, **overlap(z_BV)
+        z_BV, n_1, token_B, tokens_BP, V, tokens_BP.stride(0), **sizes, **pdl_launch(z_BV)
     )
 
 

@@ -69,7 +69,6 @@ cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and padding (B,) of
 D is 256 at most (WIDEST_HEAD of generation/cuda_graph.py).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -77,13 +76,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fenchel.kernels.thin_matmul import overlap
+from fenchel.kernels.primitives import (
+    FLOOR,
+    LOG2_E,
+    entmax_kind,
+    entmax_newton,
+    entmax_terms,
+    entmax_weight,
+    padded_width,
+    pdl_launch,
+    wait_for_previous,
+)
 
 SLOTS = 128
 """Slots per iteration: at D = 64 four loads of 16 bytes per thread for keys, four for values."""
 WARPS = 8
-FLOOR = tl.constexpr(-1e30)
-"""Initial maximum of a slot: inf - inf is nan."""
 SHORT = 512
 """Tokens up to which a few rows are served by one program per query head."""
 FEW_PROGRAMS = 32
@@ -110,7 +117,6 @@ CHUNK = 1024
 """Pages per iteration of the threshold search."""
 GATHER = tl.constexpr(16)
 """Pages of scores per iteration of the threshold search."""
-LOG2_E = tl.constexpr(math.log2(math.e))
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22. The lowest byte
 of x + ROUND is that integer; adding an integer to the bit pattern of ROUND adds it to its value."""
@@ -162,117 +168,66 @@ def attend_decode(
     H = o_BC.shape[1] // D
     dense = cache.key_scales is None
     most = R if tokens is None else min(tokens, R)
+    cos, sin = angles or (None, None)
+    per_row = int(len(position.token) > 1)
     if splits is None and alpha == 1.0 and dense and one_per_head(B * G, most):
-        _launch_per_head(qkv_BC, cache, position, o_BC, angles, scale)
+        _attend_decode[(B * H,)](
+            qkv_BC, cos, sin, cache.keys, cache.values, *position, o_BC, R, scale, H=H, G=G, D=D,
+            BLOCK=padded_width(D), SLOTS=min(SLOTS, max(16, triton.next_power_of_2(R))),
+            PER_ROW=per_row, num_warps=WARPS, **pdl_launch(qkv_BC),
+        )  # fmt: skip
         return
     splits = split_count(B * G, R) if splits is None else splits
-    cos, sin = angles or (None, None)
-    inputs = qkv_BC, cos, sin, *cache, position.token, position.padding
+    inputs = qkv_BC, cos, sin, *cache, *position
     sizes = {
         "H": H,
         "G": G,
         "D": D,
         # An int8 cache meets two rows of bytes per query, and 32 bytes per product.
         "GROUP": max(ROWS.value // (1 if dense else 2), triton.next_power_of_2(H // G)),
-        "BLOCK": max(16 if dense else 32, triton.next_power_of_2(D)),
-        "PER_ROW": int(len(position.token) > 1),
+        "BLOCK": max(16 if dense else 32, padded_width(D)),
+        "PER_ROW": per_row,
         # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
         "WIDEN": qkv_BC.device.type == "cpu",
     }
-    launch = {"num_warps": 4, **overlap(qkv_BC)}
-    new = qkv_BC.new_empty
-    several = splits > 1
+    launch = {"num_warps": 4, **pdl_launch(qkv_BC)}
+    new, padded, several = qkv_BC.new_empty, padded_slots(R), splits > 1
     mix = new(B * H, splits, D, dtype=torch.float32) if several else o_BC
     total = new(B * H, splits, dtype=torch.float32) if several else None
     top = None
     grid = (B * G, splits)
     if alpha == 1.0:
         top = None if total is None else torch.empty_like(total)
-        slots = min(MULTIPLE, max(PAGE, TILE // sizes["BLOCK"]))
+        slots = min(MULTIPLE, max(PAGE, TILE // sizes["BLOCK"])) if dense else MULTIPLE
         _split_softmax[grid](
-            *inputs,
-            mix,
-            total,
-            top,
-            R,
-            padded_slots(R),
-            scale,
-            splits,
-            **sizes,
-            SLOTS=slots if dense else MULTIPLE,
-            STAGES=STAGES,
-            **launch,
-        )
+            *inputs, mix, total, top, R, padded, scale, splits,
+            **sizes, SLOTS=slots, STAGES=STAGES, **launch,
+        )  # fmt: skip
     else:
-        pages = triton.cdiv(R, PAGE)
+        pages, kind = triton.cdiv(R, PAGE), entmax_kind(alpha)
         scores = new(B * H, pages * PAGE, dtype=torch.float32)
         page_tops = new(B * H, pages, dtype=torch.float32)
         highest, tau = (new(B * H, dtype=torch.float32) for _ in range(2))
         listed, listed_by_group = (new(x, pages, dtype=torch.int32) for x in (B * H, B * G))
         _split_scores[grid](
-            *inputs,
-            scores,
-            page_tops,
-            R,
-            padded_slots(R),
-            scale * (alpha - 1.0),
-            splits,
-            pages,
-            **sizes,
-            SLOTS=PAGE,
-            STAGES=STAGES,
-            **launch,
-        )
+            *inputs, scores, page_tops, R, padded, scale * (alpha - 1.0), splits, pages,
+            **sizes, SLOTS=PAGE, STAGES=STAGES, **launch,
+        )  # fmt: skip
         _threshold[(B * H,)](
-            scores,
-            page_tops,
-            listed,
-            highest,
-            tau,
-            *position,
-            R,
-            pages,
-            H=H,
-            ALPHA=alpha,
-            CHUNK=min(CHUNK, max(32, triton.next_power_of_2(pages))),
-            SLOTS=PAGE,
-            PER_ROW=sizes["PER_ROW"],
-            **launch,
-        )
+            scores, page_tops, listed, highest, tau, *position, R, pages, H=H, RATE=alpha - 1.0,
+            KIND=kind, CHUNK=min(CHUNK, max(32, triton.next_power_of_2(pages))), SLOTS=PAGE,
+            PER_ROW=per_row, **launch,
+        )  # fmt: skip
         _mix_pages[grid](
-            cache.values,
-            cache.value_scales,
-            scores,
-            page_tops,
-            highest,
-            tau,
-            listed_by_group,
-            *position,
-            mix,
-            total,
-            R,
-            padded_slots(R),
-            splits,
-            pages,
-            qkv_BC,
-            **sizes,
-            SLOTS=PAGE,
-            ALPHA=alpha,
-            STAGES=STAGES,
-            **launch,
-        )
+            cache.values, cache.value_scales, scores, page_tops, highest, tau, listed_by_group,
+            *position, mix, total, R, padded, splits, pages, qkv_BC,
+            **sizes, SLOTS=PAGE, RATE=alpha - 1.0, KIND=kind, STAGES=STAGES, **launch,
+        )  # fmt: skip
     if several:
         _combine[(B * H,)](
-            mix,
-            total,
-            top,
-            o_BC,
-            splits,
-            D=D,
-            BLOCK=sizes["BLOCK"],
-            SPLITS=triton.next_power_of_2(splits),
-            **launch,
-        )
+            mix, total, top, o_BC, splits, D=D, BLOCK=sizes["BLOCK"],
+            SPLITS=triton.next_power_of_2(splits), **launch,
+        )  # fmt: skip
 
 
 def one_per_head(programs: int, tokens: int) -> bool:
@@ -294,44 +249,11 @@ def padded_slots(R: int) -> int:
     return -(-R // MULTIPLE) * MULTIPLE
 
 
-def _launch_per_head(
-    qkv_BC: Tensor,
-    cache: CacheTensors,
-    position: DecodePosition,
-    o_BC: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-    scale: float,
-) -> None:
-    B, G, R, D = cache.keys.shape
-    H = o_BC.shape[1] // D
-    cos, sin = angles or (None, None)
-    _attend_decode[(B * H,)](
-        qkv_BC,
-        cos,
-        sin,
-        cache.keys,
-        cache.values,
-        position.token,
-        position.padding,
-        o_BC,
-        R,
-        scale,
-        H=H,
-        G=G,
-        D=D,
-        BLOCK=max(16, triton.next_power_of_2(D)),
-        SLOTS=min(SLOTS, max(16, triton.next_power_of_2(R))),
-        PER_ROW=int(len(position.token) > 1),
-        num_warps=WARPS,
-        **overlap(qkv_BC),
-    )
-
-
 # Below, an argument that may be None is resolved at compile time: code for it is not generated.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):
     """Load and rotate one head, or a column of heads: with sin = (-s, s) each half adds the other
     times its own sine.
     """
@@ -345,13 +267,22 @@ def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):  # type:
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_slots(  # type: ignore[no-untyped-def]
-    keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS: tl.constexpr, D: tl.constexpr
+@triton.jit
+def _load_slots(
+    keys_ptr,
+    values_ptr,
+    start,
+    oldest,
+    newest_slot,
+    padding,
+    R,
+    d,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
 ):
     """Keys and values of the slots from ``start`` on, and which of them are present."""
     slot = start + tl.arange(0, SLOTS)
-    there = (slot >= oldest) & (slot < R) & (slot != newest) & (R - 1 - slot >= padding)
+    there = (slot >= oldest) & (slot < R) & (slot != newest_slot) & (R - 1 - slot >= padding)
     at = slot[:, None] * D + d[None, :]
     mask = there[:, None] & (d < D)[None, :]
     keys = tl.load(keys_ptr + at, mask=mask, other=0.0)
@@ -359,36 +290,20 @@ def _load_slots(  # type: ignore[no-untyped-def]
     return keys, values, there
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_decode(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
-    token_ptr,
-    padding_ptr,
-    o_ptr,
-    R,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _attend_decode(
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, token_ptr, padding_ptr, o_ptr, R, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) // H
     h = tl.program_id(0) % H
     g = h // (H // G)
     d = tl.arange(0, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
     padding = tl.load(padding_ptr + b).to(tl.int32)
-    newest = R - 1 - n % R
+    newest_slot = R - 1 - n % R
     if cos_ptr is not None:
         cos_ptr += tl.maximum(n - padding, 0) * D
         sin_ptr += tl.maximum(n - padding, 0) * D
@@ -401,8 +316,8 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     keys_ptr += base
     values_ptr += base
     if (h % (H // G) == 0) & (n >= padding):
-        tl.store(keys_ptr + newest * D + d, k, mask=d < D)
-        tl.store(values_ptr + newest * D + d, v, mask=d < D)
+        tl.store(keys_ptr + newest_slot * D + d, k, mask=d < D)
+        tl.store(values_ptr + newest_slot * D + d, v, mask=d < D)
     q = q.to(tl.float32) * scale
     own = tl.sum(q * k.to(tl.float32), 0)
 
@@ -412,13 +327,13 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     mix = tl.zeros((SLOTS, BLOCK), tl.float32)
     start = oldest // SLOTS * SLOTS
     keys, values, there = _load_slots(
-        keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS, D
+        keys_ptr, values_ptr, start, oldest, newest_slot, padding, R, d, SLOTS, D
     )
     while start < R:
         start += SLOTS
         # loaded before the previous block is used, so that only the first load is waited for
         next_keys, next_values, next_there = _load_slots(
-            keys_ptr, values_ptr, start, oldest, newest, padding, R, d, SLOTS, D
+            keys_ptr, values_ptr, start, oldest, newest_slot, padding, R, d, SLOTS, D
         )
         z = tl.sum(keys.to(tl.float32) * q[None, :], 1)
         z = tl.where(there, z, -float("inf"))
@@ -437,8 +352,8 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     tl.store(o_ptr + tl.program_id(0) * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _present_slots(token_ptr, padding_ptr, b, R, PER_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _present_slots(token_ptr, padding_ptr, b, R, PER_ROW: tl.constexpr):
     """The token's number, padding and slot, and the run of slots that hold the tokens of a row."""
     n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
     padding = tl.load(padding_ptr + b).to(tl.int32)
@@ -446,15 +361,15 @@ def _present_slots(token_ptr, padding_ptr, b, R, PER_ROW: tl.constexpr):  # type
     return n, padding, R - 1 - n % R, first, tl.maximum(R - padding, first)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _present_pages(first, last, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _present_pages(first, last, SLOTS: tl.constexpr):
     """The blocks of slots that hold a token, none where no slot does."""
     begin = first // SLOTS
     return begin, tl.where(last > first, tl.cdiv(last, SLOTS), begin)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_pages(first, last, splits, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _split_pages(first, last, splits, SLOTS: tl.constexpr):
     """The blocks of this split."""
     begin, end = _present_pages(first, last, SLOTS)
     per_split = tl.cdiv(end - begin, splits)
@@ -463,7 +378,7 @@ def _split_pages(first, last, splits, SLOTS: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _quantise(x):  # type: ignore[no-untyped-def]
+def _quantise(x):
     """(n, c) with x close to c n, as ``quantise_int8`` of generation/kv_cache.py."""
     c = tl.div_rn(tl.max(tl.abs(x), 0), 127.0)
     n = tl.where(c > 0, tl.div_rn(x, tl.where(c > 0, c, 1.0)), 0.0)
@@ -471,7 +386,7 @@ def _quantise(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _split_bytes(x):  # type: ignore[no-untyped-def]
+def _split_bytes(x):
     """Bytes (2 GROUP, N) and scales c (GROUP,) of x (GROUP, N), with x = c (n + n' / 254) per row.
 
     n is the first half of the rows and n' the second. The error of an entry is at most
@@ -487,8 +402,8 @@ def _split_bytes(x):  # type: ignore[no-untyped-def]
     return n, largest * (1.0 / 127.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):
     """n + n' / 254 (GROUP, N) of products x (2 GROUP, N) with the two halves.
 
     x is a sum of 256 products at most, below 127^2 * 256 < 2^22.
@@ -498,30 +413,21 @@ def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):  # type: ignore[no-unt
     return tl.sum(tl.reshape(y, (2, GROUP, N)) * weight, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _newest(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    b,
-    g,
-    n,
-    padding,
-    newest,
-    padded,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit
+def _begin_split(
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
+    padding_ptr, R, padded, splits, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
     """The rotated queries of a group (GROUP, BLOCK), and the newest key and value as they are read
-    from the cache, in float32; the first split stores these. The pointers are those of the group.
+    from the cache, in float32; whether there is a newest token, and its slot; the run of present
+    slots, and the blocks of this split. The first split stores key and value. The pointers of the
+    cache are those of the group.
     """
+    b = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    n, padding, newest_slot, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
+    begin, end = _split_pages(first, last, splits, SLOTS)
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
     if cos_ptr is not None:
@@ -540,41 +446,46 @@ def _newest(  # type: ignore[no-untyped-def]
     if key_scales_ptr is not None:
         k, ks = _quantise(k)
         v, vs = _quantise(v)
-    if (tl.program_id(1) == 0) & (n >= padding):
+    has_token = n >= padding
+    if (tl.program_id(1) == 0) & has_token:
         stored = keys_ptr.dtype.element_ty
-        tl.store(keys_ptr + newest * D + d, k.to(stored), mask=d < D)
+        tl.store(keys_ptr + newest_slot * D + d, k.to(stored), mask=d < D)
         if key_scales_ptr is None:
-            tl.store(values_ptr + newest * D + d, v.to(stored), mask=d < D)
+            tl.store(values_ptr + newest_slot * D + d, v.to(stored), mask=d < D)
         else:
-            tl.store(values_ptr + d * padded + newest, v.to(stored), mask=d < D)
-            tl.store(key_scales_ptr + newest, ks)
-            tl.store(value_scales_ptr + newest, vs)
+            tl.store(values_ptr + d * padded + newest_slot, v.to(stored), mask=d < D)
+            tl.store(key_scales_ptr + newest_slot, ks)
+            tl.store(value_scales_ptr + newest_slot, vs)
     if key_scales_ptr is not None:
         k *= ks
         v *= vs
-    return q, k, v
+    return q, k, v, has_token, newest_slot, first, last, begin, end
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_block(x_ptr, slot, there, d, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _query_operand(q, scale, INT8: tl.constexpr, WIDEN: tl.constexpr):
+    """The queries as ``_products`` takes them, and the factor of each of their scores."""
+    q_scales = tl.full((q.shape[0],), 1.0, tl.float32)
+    if INT8:
+        q, q_scales = _split_bytes(q.to(tl.float32))
+    elif WIDEN:
+        q = q.to(tl.float32)
+    return q, q_scales * scale
+
+
+@triton.jit
+def _load_block(x_ptr, slot, there, d, D: tl.constexpr, BLOCK: tl.constexpr):
     mask = there[:, None]
     if D != BLOCK:  # else no mask along a row: one that may end anywhere is loaded entry by entry
         mask = mask & (d < D)[None, :]
     return tl.load(x_ptr + slot[:, None] * D + d[None, :], mask=mask, other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_values(  # type: ignore[no-untyped-def]
-    x_ptr,
-    at,
-    there,
-    d,
-    padded,
-    INT8: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def _load_values(
+    x_ptr, at, there, d, padded, INT8: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
-):
+):  # fmt: skip
     """Values of the slots from ``at`` on, (SLOTS, BLOCK).
 
     Bytes of slots without a token are read too, as no byte is nan and their weight is 0.
@@ -592,8 +503,8 @@ def _load_values(  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):
     """q . k times the scale of the row (GROUP, SLOTS); of bytes where the keys are bytes."""
     if keys.dtype == tl.int8:
         z = tl.dot(q, tl.trans(keys), out_dtype=tl.int32)
@@ -603,16 +514,16 @@ def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # t
     return z
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_bytes(mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_bytes(mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """mix + p values, where the values are bytes."""
     n, c = _split_bytes(p)
     products = tl.dot(n, values, out_dtype=tl.int32)
     return mix + _join_bytes(products, GROUP, BLOCK) * c[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_mix(  # type: ignore[no-untyped-def]
+@triton.jit
+def _store_mix(
     mix, total, mix_ptr, total_ptr, row, m, d, splits, rows: tl.constexpr, D: tl.constexpr
 ):
     """The mix and the sum of a split; without splits o, their ratio."""
@@ -627,87 +538,38 @@ def _store_mix(  # type: ignore[no-untyped-def]
         tl.store(mix_ptr + part[:, None] * D + d[None, :], mix, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_softmax(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    token_ptr,
-    padding_ptr,
-    mix_ptr,
-    total_ptr,
-    top_ptr,
-    R,
-    padded,
-    scale,
-    splits,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    WIDEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    b = tl.program_id(0) // G
-    g = tl.program_id(0) % G
+@triton.jit
+def _split_softmax(
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
+    padding_ptr, mix_ptr, total_ptr, top_ptr, R, padded, scale, splits, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    n, padding, newest, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
-    begin, end = _split_pages(first, last, splits, SLOTS)
+    wait_for_previous(AHEAD)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
     values_ptr += base * D if key_scales_ptr is None else tl.program_id(0).to(tl.int64) * padded * D
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
-    q, k_new, v_new = _newest(
-        qkv_ptr,
-        cos_ptr,
-        sin_ptr,
-        keys_ptr,
-        values_ptr,
-        key_scales_ptr,
-        value_scales_ptr,
-        b,
-        g,
-        n,
-        padding,
-        newest,
-        padded,
-        H,
-        G,
-        D,
-        GROUP,
-        BLOCK,
-    )
+    q, k_new, v_new, has_token, newest_slot, first, last, begin, end = _begin_split(
+        qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+        token_ptr, padding_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS, PER_ROW,
+    )  # fmt: skip
     # Scores in base 2. The first split starts from the newest token, the others from nothing.
     scale *= LOG2_E
-    own = (tl.program_id(1) == 0) & (n >= padding)
+    own = (tl.program_id(1) == 0) & has_token
     top = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
     top = tl.where(own, top, FLOOR)
     total = tl.where(own, 1.0, tl.zeros((GROUP,), tl.float32))
     mix = tl.where(own, v_new[None, :], tl.zeros((GROUP, BLOCK), tl.float32))
-    q_scales = tl.full((GROUP,), 1.0, tl.float32)
-    if key_scales_ptr is not None:
-        q, q_scales = _split_bytes(q.to(tl.float32))
-    elif WIDEN:
-        q = q.to(tl.float32)
-    q_scales *= scale
+    q, q_scales = _query_operand(q, scale, key_scales_ptr is not None, WIDEN)
     for page in tl.range(begin, end, num_stages=STAGES):
         at = page * SLOTS
         slot = at + tl.arange(0, SLOTS)
-        there = (slot >= first) & (slot < last) & (slot != newest)
+        there = (slot >= first) & (slot < last) & (slot != newest_slot)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
@@ -734,24 +596,15 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def]
-    mix_ptr,
-    total_ptr,
-    top_ptr,
-    o_ptr,
-    splits,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _combine(
+    mix_ptr, total_ptr, top_ptr, o_ptr, splits, D: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     total = tl.load(total_ptr + row * splits + i, mask=i < splits, other=0.0)
     mask = (i < splits)[:, None] & (d < D)[None, :]
     mix = tl.load(mix_ptr + (row * splits + i)[:, None] * D + d[None, :], mask=mask, other=0.0)
@@ -765,148 +618,56 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(o_ptr + row * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_scores(  # type: ignore[no-untyped-def]
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    token_ptr,
-    padding_ptr,
-    scores_ptr,
-    page_tops_ptr,
-    R,
-    padded,
-    scale,
-    splits,
-    pages,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    WIDEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    b = tl.program_id(0) // G
-    g = tl.program_id(0) % G
+@triton.jit
+def _split_scores(
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
+    padding_ptr, scores_ptr, page_tops_ptr, R, padded, scale, splits, pages, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    n, padding, newest, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
-    begin, end = _split_pages(first, last, splits, SLOTS)
+    wait_for_previous(AHEAD)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
     values_ptr += base * D if key_scales_ptr is None else tl.program_id(0).to(tl.int64) * padded * D
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
-    q, k_new, _ = _newest(
-        qkv_ptr,
-        cos_ptr,
-        sin_ptr,
-        keys_ptr,
-        values_ptr,
-        key_scales_ptr,
-        value_scales_ptr,
-        b,
-        g,
-        n,
-        padding,
-        newest,
-        padded,
-        H,
-        G,
-        D,
-        GROUP,
-        BLOCK,
-    )
+    q, k_new, _v_new, _has_token, newest_slot, first, last, begin, end = _begin_split(
+        qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+        token_ptr, padding_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS, PER_ROW,
+    )  # fmt: skip
     # The split with the newest token may not be the one that stores it, so all compute its score.
     own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
-    q_scales = tl.full((GROUP,), 1.0, tl.float32)
-    if key_scales_ptr is not None:
-        q, q_scales = _split_bytes(q.to(tl.float32))
-    elif WIDEN:
-        q = q.to(tl.float32)
-    q_scales *= scale
+    q, q_scales = _query_operand(q, scale, key_scales_ptr is not None, WIDEN)
     row = (tl.program_id(0) * (H // G) + m).to(tl.int64)
     for page in tl.range(begin, end, num_stages=STAGES):
         slot = page * SLOTS + tl.arange(0, SLOTS)
         present = (slot >= first) & (slot < last)
-        there = present & (slot != newest)
+        there = present & (slot != newest_slot)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         s = _products(q, keys, q_scales, GROUP, SLOTS)
         if key_scales_ptr is not None:
             s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
-        s = tl.where((slot == newest)[None, :], own[:, None], s)
+        s = tl.where((slot == newest_slot)[None, :], own[:, None], s)
         s = tl.where(present[None, :], s, -float("inf"))
         mask = (m < H // G)[:, None] & (slot >= 0)[None, :]
         tl.store(scores_ptr + row[:, None] * (pages * SLOTS) + slot[None, :], s, mask)
         tl.store(page_tops_ptr + row * pages + page, tl.max(s, 1), mask=m < H // G)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _power_terms(w, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """w^r and w^(r - 1) where w > 0, else 0; r = 1 / (ALPHA - 1)."""
-    if ALPHA == 1.5:
-        w = tl.maximum(w, 0.0)
-        f = w * w
-        g = w
-    elif ALPHA == 2.0:
-        f = tl.maximum(w, 0.0)
-        g = tl.where(w > 0, 1.0, 0.0)
-    else:
-        safe = tl.where(w > 0, w, 1.0)
-        f = tl.where(w > 0, tl.exp2(tl.log2(safe) / (ALPHA - 1.0)), 0.0)
-        g = f / safe
-    return f, g
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _newton_step(f, g, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How far t rises; 0 for a row without scores."""
-    if ALPHA == 1.5:
-        root = tl.sqrt(f)
-    elif ALPHA == 2.0:
-        root = f * 0.0 + 1.0
-    else:
-        root = tl.exp2(tl.log2(tl.where(f > 0, f, 1.0)) * (2.0 - ALPHA))  # 1 - 1 / r
-    return tl.where(g > 0, (f - root) / tl.where(g > 0, g, 1.0), 0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _threshold(  # type: ignore[no-untyped-def]
-    scores_ptr,
-    page_tops_ptr,
-    listed_ptr,
-    highest_ptr,
-    tau_ptr,
-    token_ptr,
-    padding_ptr,
-    R,
-    pages,
-    H: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _threshold(
+    scores_ptr, page_tops_ptr, listed_ptr, highest_ptr, tau_ptr, token_ptr, padding_ptr, R, pages,
+    H: tl.constexpr, RATE: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr,
+    SLOTS: tl.constexpr, PER_ROW: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """tau of a row, relative to its largest score, which is exact for scores of any size."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
     slot = tl.arange(0, SLOTS)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     _n, _padding, _newest_slot, first, last = _present_slots(
         token_ptr, padding_ptr, tl.program_id(0) // H, R, PER_ROW
     )
@@ -929,10 +690,10 @@ def _threshold(  # type: ignore[no-untyped-def]
         g_lanes = tl.zeros((CHUNK,), tl.float32)
         for start in range(begin, end, CHUNK):
             x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=-float("inf"))
-            f, g = _power_terms(x - highest - t, ALPHA)
+            f, g = entmax_terms(tl.maximum(x - highest - t, 0.0), 1.0 / RATE - 1.0, KIND)
             f_lanes += f
             g_lanes += g
-        step = _newton_step(tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
+        step = entmax_newton(tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), RATE, 0.0, KIND)
         t += step
         steps += 1
 
@@ -958,55 +719,32 @@ def _threshold(  # type: ignore[no-untyped-def]
                 mask=(i < count)[:, None],
                 other=-float("inf"),
             )
-            f, g = _power_terms(s - highest - t, ALPHA)
+            f, g = entmax_terms(tl.maximum(s - highest - t, 0.0), 1.0 / RATE - 1.0, KIND)
             f_tile += f
             g_tile += g
-        step = _newton_step(tl.sum(tl.sum(f_tile, 1), 0), tl.sum(tl.sum(g_tile, 1), 0), ALPHA)
+        f_total, g_total = tl.sum(tl.sum(f_tile, 1), 0), tl.sum(tl.sum(g_tile, 1), 0)
+        step = entmax_newton(f_total, g_total, RATE, 0.0, KIND)
         t += step
         steps += 1
     tl.store(highest_ptr + row, highest)
     tl.store(tau_ptr + row, t)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mix_pages(  # type: ignore[no-untyped-def]
-    values_ptr,
-    value_scales_ptr,
-    scores_ptr,
-    page_tops_ptr,
-    highest_ptr,
-    tau_ptr,
-    listed_ptr,
-    token_ptr,
-    padding_ptr,
-    mix_ptr,
-    total_ptr,
-    R,
-    padded,
-    splits,
-    pages,
-    qkv_ptr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _mix_pages(
+    values_ptr, value_scales_ptr, scores_ptr, page_tops_ptr, highest_ptr, tau_ptr, listed_ptr,
+    token_ptr, padding_ptr, mix_ptr, total_ptr, R, padded, splits, pages, qkv_ptr, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, RATE: tl.constexpr, KIND: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """The pages of a split that hold support of any query of the group, listed and then mixed."""
     b = tl.program_id(0) // G
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
     PAGES: tl.constexpr = 32
     lane = tl.arange(0, PAGES)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     _n, _padding, _newest_slot, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
     begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64)
@@ -1046,7 +784,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
         )
         score_at = wide_row[:, None] * (pages * SLOTS) + slot[None, :]
         s = tl.load(scores_ptr + score_at, mask=inside[:, None], other=-float("inf"))
-        p, _ = _power_terms(s - highest[:, None] - tau[:, None], ALPHA)
+        p = entmax_weight(tl.maximum(s - highest[:, None] - tau[:, None], 0.0), 1.0 / RATE, KIND)
         total += tl.sum(p, 1)
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]

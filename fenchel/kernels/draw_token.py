@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fenchel.kernels.thin_matmul import overlap
+from fenchel.kernels.primitives import pdl_launch
 
 BLOCK = 4096
 """Entries of a row per iteration: one load of 16 bytes in flight per thread."""
@@ -60,7 +60,7 @@ def draw_token(
         z_BV.stride(0),
         BLOCK=block,
         num_warps=WARPS if block == BLOCK else 4,
-        **overlap(z_BV),
+        **pdl_launch(z_BV),
     )
 
 

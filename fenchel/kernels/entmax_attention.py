@@ -72,9 +72,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fenchel.kernels.band import Band
+from fenchel.kernels.primitives import (
+    FLOOR,
+    band_range,
+    entmax_kind,
+    entmax_newton,
+    entmax_root,
+    entmax_terms,
+    padded_width,
+)
 
-FLOOR = tl.constexpr(-1e30)
-"""Initial maximum of a row: -inf - -inf is nan."""
 WORD = tl.constexpr(32)
 """Tiles whose flags fit into one integer per row."""
 STEPS = 30
@@ -88,8 +95,6 @@ LARGE = (9, 10)
 """Compute capabilities with 227 KiB of shared memory per program; others have 99 to 163."""
 LENGTHS = ("T", "S", "left", "right")
 """Arguments for whose values no kernel is compiled anew."""
-_KINDS = {1.5: 0, 2.0: 1}
-"""alpha with formulas of its own; 2 for all others, by exp2 and log2."""
 
 
 class Saved(NamedTuple):
@@ -341,11 +346,11 @@ def _shared(
         **dict(zip(("k_b", "k_h", "k_s"), k.stride(), strict=False)),
         "factor": factor,
         "rate": rate,
-        "KIND": _KINDS.get(alpha, 2),
+        "KIND": entmax_kind(alpha),
         "BM": tiles.BM,
         "BN": tiles.BN,
-        "BD": _width(D),
-        "EVEN": _width(D) == D and _width(v.shape[3]) == v.shape[3],
+        "BD": padded_width(D),
+        "EVEN": padded_width(D) == D and padded_width(v.shape[3]) == v.shape[3],
         "UPCAST": q.device.type == "cpu",  # the interpreter's products of bfloat16 are wrong
     }
 
@@ -354,16 +359,12 @@ def _values(v: Tensor) -> dict[str, int]:
     """The arguments of the kernels that read values."""
     E = v.shape[3]
     strides = zip(("v_b", "v_h", "v_s"), v.stride(), strict=False)
-    return {"E": E, "BE": _width(E), **dict(strides)}
+    return {"E": E, "BE": padded_width(E), **dict(strides)}
 
 
 def _tiling(q: Tensor, v: Tensor) -> Tiling:
     large = q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] in LARGE
-    return tiling(_width(max(q.shape[-1], v.shape[-1])), q.dtype, large)
-
-
-def _width(D: int) -> int:
-    return max(16, 1 << (D - 1).bit_length())
+    return tiling(padded_width(max(q.shape[-1], v.shape[-1])), q.dtype, large)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -372,7 +373,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _either(a, b):  # type: ignore[no-untyped-def]
+def _either(a, b):
     return a | b
 
 
@@ -381,18 +382,7 @@ def _either(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key_range(start_ptr, stop_ptr, b, S):  # type: ignore[no-untyped-def]
-    start = 0
-    end = S
-    if start_ptr is not None:
-        start = tl.maximum(tl.load(start_ptr + b), 0)
-    if stop_ptr is not None:
-        end = tl.minimum(tl.load(stop_ptr + b), S)
-    return start, end
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _uncut(block, band, T, S, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _uncut(block, band, T, S, BM: tl.constexpr, BN: tl.constexpr):
     """(low, high) of the tiles that no mask cuts; ``block`` may be a vector."""
     start, end, left, right = band
     first = block * BM + S - T
@@ -403,21 +393,30 @@ def _uncut(block, band, T, S, BM: tl.constexpr, BN: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _open(i, j, band):  # type: ignore[no-untyped-def]
+def _query_block(T, H, BM: tl.constexpr):
+    """(head, sequence, head of the sequence, block of queries, its number) of this program."""
+    rows = tl.cdiv(T, BM)
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    block = rows - 1 - tl.program_id(0) % rows  # under a causal mask the longest first
+    return head, head // H, head % H, block, head * rows + block
+
+
+@triton.jit
+def _open(i, j, band):
     """Whether positions i see keys j; both broadcast."""
     start, end, left, right = band
     return (j >= start) & (j < end) & (j >= i - left) & (j <= i + right)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _operand(x, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _operand(x, UPCAST: tl.constexpr):
     if UPCAST:
         x = x.to(tl.float32)
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load(
     matrix, first, N: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -438,8 +437,8 @@ def _load(  # type: ignore[no-untyped-def]
     return _operand(x, UPCAST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(matrix, x, first, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _store(matrix, x, first, N: tl.constexpr, W: tl.constexpr):
     """Write x (N, W) to the rows of a matrix from ``first`` on."""
     x_ptr, stride, rows, columns = matrix
     n, w = tl.arange(0, N), tl.arange(0, W)
@@ -449,8 +448,8 @@ def _store(matrix, x, first, N: tl.constexpr, W: tl.constexpr):  # type: ignore[
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dense(x_ptr, b, h, H, T, W, INSIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _dense(x_ptr, b, h, H, T, W, INSIDE: tl.constexpr):
     """The matrix of head h of (B, H, T, W), or of (B, T, H, W) where heads are INSIDE."""
     step = W if INSIDE else T * W
     stride = H * W if INSIDE else W
@@ -458,15 +457,15 @@ def _dense(x_ptr, b, h, H, T, W, INSIDE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _slope(slopes_ptr, h, rate):  # type: ignore[no-untyped-def]
+def _slope(slopes_ptr, h, rate):
     slope = 0.0
     if slopes_ptr is not None:
         slope = rate * tl.load(slopes_ptr + h)
     return slope
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _excess(z, c, t, slope, i, j, band, BIASED: tl.constexpr, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _excess(z, c, t, slope, i, j, band, BIASED: tl.constexpr, CUT: tl.constexpr):
     """u = (c z - slope |i - j| - t)_+ for products z = q k^T, 0 where a mask closes j to i."""
     u = z * c - t
     if BIASED:
@@ -476,40 +475,16 @@ def _excess(z, c, t, slope, i, j, band, BIASED: tl.constexpr, CUT: tl.constexpr)
     return tl.maximum(u, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(u, power, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(p, s) = (u^r, u^(r - 1)) for u >= 0, with power = r - 1."""
-    if KIND == 0:
-        s = u
-    elif KIND == 1:
-        s = tl.where(u > 0.0, 1.0, 0.0)
-    else:
-        s = tl.exp2(power * tl.log2(u))
-    return s * u, s
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _root(f, rate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f^(2 - alpha)."""
-    if KIND == 0:
-        x = tl.sqrt(f)
-    elif KIND == 1:
-        x = f * 0.0 + 1.0
-    else:
-        x = tl.exp2((1.0 - rate) * tl.log2(f))
-    return x
-
-
 @triton.jit
-def _keep(tiles_ptr, tiles, there, count):  # type: ignore[no-untyped-def]
+def _keep(tiles_ptr, tiles, there, count):
     """Append the tiles that are ``there`` to the list and return its new length."""
     here = there.to(tl.int32)
     tl.store(tiles_ptr + count + tl.cumsum(here, 0) - here, tiles.to(tl.int16), mask=there)
     return count + tl.sum(here, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scan(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scan(
     q, keys, tiles_ptr, kept, sums, amount, split, lower, upper, i, band, slope, c,
     BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -548,8 +523,8 @@ def _scan(  # type: ignore[no-untyped-def]
     return kept, top, total, squares
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _evaluate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _evaluate(
     q, keys, tiles_ptr, kept, sums, t, first, last, certain, i, band, slope, c, power,
     KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr,
     CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, THIRD: tl.constexpr,
@@ -569,7 +544,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
             z = tl.dot(q, k, input_precision="ieee")
             j = tile * BN + tl.arange(0, BN)
             u = _excess(z, c, t[:, None], slope, i[:, None], j[None, :], band, BIASED, CUT)
-            p, s = _weights(u, power, KIND)
+            p, s = entmax_terms(u, power, KIND)
             part = tl.sum(s, 1)
             f += tl.sum(p, 1)
             g += part
@@ -585,8 +560,8 @@ def _evaluate(  # type: ignore[no-untyped-def]
     return kept, f, g, m
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _evaluate_all(  # type: ignore[no-untyped-def]
+@triton.jit
+def _evaluate_all(
     q, keys, tiles_ptr, cut, kept, t, certain, i, band, slope, c, power,
     KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, THIRD: tl.constexpr,
@@ -606,21 +581,20 @@ def _evaluate_all(  # type: ignore[no-untyped-def]
     return still, all_still, f, g, m
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _newton(t, f, g, top, rate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    d = tl.where(g > 0.0, (f - _root(f, rate, KIND)) / g, -1.0)
-    return tl.maximum(t + d, top - 1.0)
+@triton.jit
+def _newton(t, f, g, top, rate, KIND: tl.constexpr):
+    return tl.maximum(t + entmax_newton(f, g, rate, -1.0, KIND), top - 1.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _far(t, after, top, TOLERANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _far(t, after, top, TOLERANCE: tl.constexpr):
     """Whether a step was too long to be the last one before pass C."""
     near = tl.abs(after - t) <= TOLERANCE * (top - after) + 2.4e-7 * tl.abs(after)
     return near == 0
 
 
 @triton.jit
-def _normal_start(n, mean, square, rate, start):  # type: ignore[no-untyped-def]
+def _normal_start(n, mean, square, rate, start):
     """tau of n normal numbers with that mean and mean square, see ``gaussian_start``."""
     centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10 = start
     sigma = tl.sqrt(tl.maximum(square - mean * mean, 1e-12))
@@ -631,22 +605,19 @@ def _normal_start(n, mean, square, rate, start):  # type: ignore[no-untyped-def]
     return mean + sigma * z
 
 
-@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
-def _thresholds(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=LENGTHS)
+def _thresholds(
     q_ptr, k_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, hits_ptr, start_ptr, stop_ptr,
     slopes_ptr, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10,
     H, group, T, S, D, left, right, q_b, q_h, q_t, k_b, k_h, k_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, STEPS: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cdiv(T, BM)
+    head, b, h, block, at = _query_block(T, H, BM)
     columns = tl.cdiv(S, BN)
-    head = (tl.program_id(0) // rows).to(tl.int64)
-    block = rows - 1 - tl.program_id(0) % rows  # under a causal mask the longest first
-    b, h = head // H, head % H
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
-    tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(start_ptr, stop_ptr, b, S)
+    tiles_ptr += at * columns
+    start, end = band_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     c = factor * rate
     power = 1.0 / rate - 1.0
@@ -731,18 +702,18 @@ def _thresholds(  # type: ignore[no-untyped-def]
     t = tl.where(broken, float("nan"), t)
     tl.store(tau_ptr + head * T + row, t, mask=row < T)
     tl.store(top_ptr + head * T + row, top, mask=row < T)
-    counts_ptr += (head * rows + block) * 2
+    counts_ptr += at * 2
     tl.store(counts_ptr, cut)
     tl.store(counts_ptr + 1, kept)
-    hits_ptr += (head * rows + block) * columns
+    hits_ptr += at * columns
     for e in range(0, kept, BM):
-        at = e + tl.arange(0, BM)
-        tiles = tl.load(tiles_ptr + at, mask=at < kept, other=0).to(tl.int32)
-        tl.store(hits_ptr + tiles, tl.full((BM,), 1, tl.int8), mask=at < kept)
+        entry = e + tl.arange(0, BM)
+        tiles = tl.load(tiles_ptr + entry, mask=entry < kept, other=0).to(tl.int32)
+        tl.store(hits_ptr + tiles, tl.full((BM,), 1, tl.int8), mask=entry < kept)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mix(  # type: ignore[no-untyped-def]
+@triton.jit
+def _mix(
     sums, q, keys, values, tiles_ptr, first, last, a, t, slope, i, band, power,
     KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -755,7 +726,7 @@ def _mix(  # type: ignore[no-untyped-def]
         z = tl.dot(q, k, input_precision="ieee")
         i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
         u = _excess(z, a[:, None], t[:, None], slope[:, None], i_, j_, band, BIASED, CUT)
-        p, s = _weights(u, power, KIND)
+        p, s = entmax_terms(u, power, KIND)
         f += tl.sum(p, 1)
         g += tl.sum(s, 1)
         v = _load(values, tile * BN, BN, BE, False, CUT, EVEN, False)
@@ -766,23 +737,20 @@ def _mix(  # type: ignore[no-untyped-def]
     return pv, sv, f, g
 
 
-@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
-def _outputs(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=LENGTHS)
+def _outputs(
     q_ptr, k_ptr, v_ptr, out_ptr, C_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, start_ptr,
     stop_ptr, slopes_ptr, H, group, T, S, D, E, left, right, q_b, q_h, q_t, k_b, k_h, k_s,
     v_b, v_h, v_s, factor, rate, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
     INSIDE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cdiv(T, BM)
+    head, b, h, block, at = _query_block(T, H, BM)
     columns = tl.cdiv(S, BN)
-    head = (tl.program_id(0) // rows).to(tl.int64)
-    block = rows - 1 - tl.program_id(0) % rows
-    b, h = head // H, head % H
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
-    tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(start_ptr, stop_ptr, b, S)
+    tiles_ptr += at * columns
+    start, end = band_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     row = block * BM + tl.arange(0, BM)
@@ -801,17 +769,15 @@ def _outputs(  # type: ignore[no-untyped-def]
     power = 1.0 / rate - 1.0
     zero_E, zero = tl.zeros((BM, BE), tl.float32), tl.zeros((BM,), tl.float32)
     sums = (zero_E, zero_E, zero, zero)
-    counts_ptr += (head * rows + block) * 2
+    counts_ptr += at * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
-    sums = _mix(
-        sums, q, keys, values, tiles_ptr, 0, cut, a, t, slope, i, band, power,
-        KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST,
-    )  # fmt: skip
-    sums = _mix(
-        sums, q, keys, values, tiles_ptr, cut, kept, a, t, slope, i, band, power,
-        KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST,
-    )  # fmt: skip
+    for part in tl.static_range(2):  # the tiles that a mask cuts, then the others
+        begin, end = (0, cut) if part == 0 else (cut, kept)
+        sums = _mix(
+            sums, q, keys, values, tiles_ptr, begin, end, a, t, slope, i, band, power,
+            KIND, BN, BD, BE, BIASED, part == 0, EVEN, UPCAST,
+        )  # fmt: skip
     pv, sv, f, g = sums
 
     # One step more, in units of top - tau: sum (u - d)^r = inverse^r. At most half of f is moved,
@@ -819,7 +785,7 @@ def _outputs(  # type: ignore[no-untyped-def]
     some = g > 0.0
     f = tl.where(some, f, 1.0)
     g = tl.where(some, g, 1.0)
-    d = tl.minimum((f - _root(f, rate, KIND) * inverse) / g, 0.5 * rate * f / g)
+    d = tl.minimum((f - entmax_root(f, rate, KIND) * inverse) / g, 0.5 * rate * f / g)
     d = tl.where(some, d, 0.0)
     moved = d / rate
     out = (pv - moved[:, None] * sv) / (f - moved * g)[:, None]
@@ -833,8 +799,8 @@ def _outputs(  # type: ignore[no-untyped-def]
     tl.store(tau_ptr + head * T + row, tau, mask=row < T)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
+@triton.jit
+def _move(
     sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, first, last, tau, slope, i, band,
     factor, rate, KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -851,7 +817,7 @@ def _move(  # type: ignore[no-untyped-def]
         z = tl.dot(q, k, input_precision="ieee")
         i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
         u = _excess(z, factor * rate, tau[:, None], slope, i_, j_, band, BIASED, CUT)
-        p, s = _weights(u, power, KIND)
+        p, s = entmax_terms(u, power, KIND)
         if DQ or dk_ptr is not None:
             dx = tl.zeros_like(u)
             if DQ:
@@ -871,27 +837,24 @@ def _move(  # type: ignore[no-untyped-def]
     return chosen, moved, h
 
 
-@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
-def _tangents(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=LENGTHS)
+def _tangents(
     q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, choosing_ptr, values_ptr, C_ptr, tau_ptr,
     tiles_ptr, counts_ptr, start_ptr, stop_ptr, slopes_ptr, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cdiv(T, BM)
+    head, b, h, block, at = _query_block(T, H, BM)
     columns = tl.cdiv(S, BN)
-    head = (tl.program_id(0) // rows).to(tl.int64)
-    block = rows - 1 - tl.program_id(0) % rows
-    b, h = head // H, head % H
     q_at, k_at, v_at = b * q_b + h * q_h, b * k_b + (h // group) * k_h, b * v_b + (h // group) * v_h
     keys, values = (k_ptr + k_at, k_s, S, D), (v_ptr + v_at, v_s, S, E)
     if dk_ptr is not None:
         dk_ptr += k_at
     if dv_ptr is not None:
         dv_ptr += v_at
-    tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(start_ptr, stop_ptr, b, S)
+    tiles_ptr += at * columns
+    start, end = band_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     slope = _slope(slopes_ptr, h, rate)
@@ -905,17 +868,15 @@ def _tangents(  # type: ignore[no-untyped-def]
     tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
     zero_E = tl.zeros((BM, BE), tl.float32)
     sums = (zero_E, zero_E, tl.zeros((BM,), tl.float32))
-    counts_ptr += (head * rows + block) * 2
+    counts_ptr += at * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
-    sums = _move(
-        sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, 0, cut, tau, slope, i, band,
-        factor, rate, KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST, DQ,
-    )  # fmt: skip
-    sums = _move(
-        sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, cut, kept, tau, slope, i, band,
-        factor, rate, KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST, DQ,
-    )  # fmt: skip
+    for part in tl.static_range(2):  # the tiles that a mask cuts, then the others
+        begin, end = (0, cut) if part == 0 else (cut, kept)
+        sums = _move(
+            sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, begin, end, tau, slope, i,
+            band, factor, rate, KIND, BN, BD, BE, BIASED, part == 0, EVEN, UPCAST, DQ,
+        )  # fmt: skip
     chosen, moved, total = sums
     broken = (tau != tau)[:, None]
     if choosing_ptr is not None:
@@ -928,8 +889,8 @@ def _tangents(  # type: ignore[no-untyped-def]
         _store(_dense(values_ptr, b, h, H, T, E, False), out, block * BM, BM, BE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_query_gradients(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_query_gradients(
     gq, q, grad, keys, values, tiles_ptr, first, last, tau, delta, slope, i, band, c, power,
     KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -943,29 +904,26 @@ def _add_query_gradients(  # type: ignore[no-untyped-def]
         z = tl.dot(q, tl.trans(k), input_precision="ieee")
         i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
         u = _excess(z, c, tau[:, None], slope, i_, j_, band, BIASED, CUT)
-        _, s = _weights(u, power, KIND)
+        _, s = entmax_terms(u, power, KIND)
         gx = s * (tl.dot(grad, v, input_precision="ieee") - delta[:, None])
         gq = tl.dot(_operand(gx.to(dtype), UPCAST), k, gq, input_precision="ieee")
     return gq
 
 
-@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
-def _query_gradients(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=LENGTHS)
+def _query_gradients(
     q_ptr, k_ptr, v_ptr, g_ptr, C_ptr, tau_ptr, delta_ptr, gq_ptr, tiles_ptr, counts_ptr,
     start_ptr, stop_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cdiv(T, BM)
+    head, b, h, block, at = _query_block(T, H, BM)
     columns = tl.cdiv(S, BN)
-    head = (tl.program_id(0) // rows).to(tl.int64)
-    block = rows - 1 - tl.program_id(0) % rows
-    b, h = head // H, head % H
     keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
-    tiles_ptr += (head * rows + block) * columns
-    start, end = _key_range(start_ptr, stop_ptr, b, S)
+    tiles_ptr += at * columns
+    start, end = band_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     slope = _slope(slopes_ptr, h, rate)
@@ -983,22 +941,20 @@ def _query_gradients(  # type: ignore[no-untyped-def]
 
     gq = tl.zeros((BM, BD), tl.float32)
     c, power = factor * rate, 1.0 / rate - 1.0
-    counts_ptr += (head * rows + block) * 2
+    counts_ptr += at * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
-    gq = _add_query_gradients(
-        gq, q, grad, keys, values, tiles_ptr, 0, cut, tau, delta, slope, i, band, c, power,
-        KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST,
-    )  # fmt: skip
-    gq = _add_query_gradients(
-        gq, q, grad, keys, values, tiles_ptr, cut, kept, tau, delta, slope, i, band, c, power,
-        KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST,
-    )  # fmt: skip
+    for part in tl.static_range(2):  # the tiles that a mask cuts, then the others
+        begin, end = (0, cut) if part == 0 else (cut, kept)
+        gq = _add_query_gradients(
+            gq, q, grad, keys, values, tiles_ptr, begin, end, tau, delta, slope, i, band, c, power,
+            KIND, BN, BD, BE, BIASED, part == 0, EVEN, UPCAST,
+        )  # fmt: skip
     _store(_dense(gq_ptr, b, h, H, T, D, INSIDE), gq * factor, block * BM, BM, BD)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_key_gradients(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_key_gradients(
     sums, k, v, queries, grads, tau_ptr, delta_ptr, blocks_ptr, first, last, slope, j, band, S,
     c, power, KIND: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
@@ -1023,7 +979,7 @@ def _add_key_gradients(  # type: ignore[no-untyped-def]
         z = tl.dot(k, tl.trans(q), input_precision="ieee")
         i_, j_ = (row + S - T)[None, :], j[:, None]
         u = _excess(z, c, tau[None, :], slope, i_, j_, band, BIASED, CUT)
-        p, s = _weights(u, power, KIND)
+        p, s = entmax_terms(u, power, KIND)
         gp = tl.dot(v, tl.trans(grad), input_precision="ieee")
         gv = tl.dot(_operand(p.to(dtype), UPCAST), grad, gv, input_precision="ieee")
         gx = (s * (gp - delta[None, :])).to(dtype)
@@ -1031,8 +987,8 @@ def _add_key_gradients(  # type: ignore[no-untyped-def]
     return gk, gv
 
 
-@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
-def _key_gradients(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=LENGTHS)
+def _key_gradients(
     q_ptr, k_ptr, v_ptr, g_ptr, tau_ptr, delta_ptr, gk_ptr, gv_ptr, hits_ptr, blocks_ptr,
     start_ptr, stop_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
@@ -1047,7 +1003,7 @@ def _key_gradients(  # type: ignore[no-untyped-def]
     G = H // group
     b, shared = pair // G, pair % G
     blocks_ptr += tl.program_id(0).to(tl.int64) * rows
-    start, end = _key_range(start_ptr, stop_ptr, b, S)
+    start, end = band_range(start_ptr, stop_ptr, b, S)
     band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     keys = (k_ptr + b * k_b + shared * k_h, k_s, S, D)

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fenchel.kernels.primitives import padded_width
+
 ROTATE_BLOCK, MOMENT_BLOCK = 32, 64
 """Positions per block."""
 
@@ -34,22 +36,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
     cos, sin, strides = _contiguous_tables(cos, sin)
     W = cos.shape[-1]
     _rotate[(L * n, triton.cdiv(T, ROTATE_BLOCK))](
-        x,
-        cos,
-        sin,
-        out,
-        n,
-        H,
-        T,
-        *x.stride(),
-        *strides,
-        D=D,
-        W=W,
-        PAIRS=_is_interleaved(layout),
-        BLOCK=ROTATE_BLOCK,
-        HALF=triton.next_power_of_2(W // 2),
+        x, cos, sin, out, n, H, T, *x.stride(), *strides, D=D, W=W, PAIRS=_is_interleaved(layout),
+        BLOCK=ROTATE_BLOCK, HALF=triton.next_power_of_2(W // 2),
         REST=triton.next_power_of_2(max(1, D - W)),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -73,26 +63,11 @@ def rotated_moments(
     out = torch.empty(L, n, H, count, D, D, dtype=torch.float32, device=x.device)
     cos, sin, strides = _contiguous_tables(cos, sin)
     _rotated_moments[(L * n * H, count)](
-        x.contiguous(),
-        cos,
-        sin,
-        mask,
-        out,
-        n,
-        H,
-        T,
-        *strides,
-        *_outer_strides(mask),
-        mask.stride(3),
-        mask.stride(4),
-        *first_step_stride,
-        D=D,
-        W=cos.shape[-1],
-        PAIRS=_is_interleaved(layout),
-        BLOCK=MOMENT_BLOCK,
-        WIDTH=max(16, triton.next_power_of_2(D)),
+        x.contiguous(), cos, sin, mask, out, n, H, T, *strides, *_outer_strides(mask),
+        mask.stride(3), mask.stride(4), *first_step_stride, D=D, W=cos.shape[-1],
+        PAIRS=_is_interleaved(layout), BLOCK=MOMENT_BLOCK, WIDTH=padded_width(D),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-    )
+    )  # fmt: skip
     return out.sum(dim=(1, 3))
 
 
@@ -111,29 +86,12 @@ def _is_interleaved(layout: str) -> bool:
     return {"half": False, "pairs": True}[layout]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate(  # type: ignore[no-untyped-def]
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    n,
-    H,
-    T,
-    stride_L,
-    stride_n,
-    stride_H,
-    stride_T,
-    stride_D,
-    turn_L,
-    turn_n,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, n, H, T, stride_L, stride_n, stride_H, stride_T, stride_D,
+    turn_L, turn_n, D: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     layer = (tl.program_id(0) // n).to(tl.int64)
     sequence = tl.program_id(0) % n
     t = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -164,8 +122,8 @@ def _rotate(  # type: ignore[no-untyped-def]
         out_ptr += T * D
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):
     """The other entry of the pair of d, and the index of its angle; the sine carries the sign."""
     if PAIRS:
         other = d ^ 1
@@ -176,32 +134,12 @@ def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-d
     return tl.where(d < W, other, d), tl.where(d < W, at, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotated_moments(  # type: ignore[no-untyped-def]
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    open_ptr,
-    out_ptr,
-    n,
-    H,
-    T,
-    turn_L,
-    turn_n,
-    open_L,
-    open_n,
-    open_S,
-    open_T,
-    first,
-    step,
-    apart,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+@triton.jit
+def _rotated_moments(
+    x_ptr, cos_ptr, sin_ptr, open_ptr, out_ptr, n, H, T, turn_L, turn_n, open_L, open_n, open_S,
+    open_T, first, step, apart, D: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     layer, sequence = head // H // n, head // H % n
     s = first + step * (sequence % apart + tl.program_id(1) * apart)

@@ -1,4 +1,4 @@
-"""Inner products of the parts of a score change, without scores (optim/score/score_change.py).
+"""Inner products of the parts of score changes, without storing scores (optim/score/score_line.py).
 
 For every sequence and head, with S_0 .. S_3 = <q, k>, <q, dk>, <dq, k>, <dq, dk> over the pairs
 (i, j) of a mask of m sampled queries and T keys,
@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fenchel.kernels.primitives import padded_width
+
 BLOCK = 64
 """Keys per block."""
 
@@ -30,51 +32,19 @@ def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask
     blocks = triton.cdiv(T, BLOCK)
     out = torch.empty(L, n, H, blocks, 16, dtype=torch.float32, device=q[0].device)
     stride_L, stride_n = (mask.stride(axis) if mask.shape[axis] > 1 else 0 for axis in (0, 1))
-    rows, width = max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D))
     _score_part_products[(L * n * H, blocks)](
-        *(x.contiguous() for x in (*q, *k)),
-        mask,
-        out,
-        n,
-        H,
-        H // G,
-        m,
-        T,
-        D,
-        stride_L,
-        stride_n,
-        mask.stride(3),
-        mask.stride(4),
-        ROWS=rows,
-        KEYS=BLOCK,
-        WIDTH=width,
+        *(x.contiguous() for x in (*q, *k)), mask, out, n, H, H // G, m, T, D, stride_L, stride_n,
+        mask.stride(3), mask.stride(4), ROWS=padded_width(m), KEYS=BLOCK, WIDTH=padded_width(D),
         num_warps=8,
-    )
+    )  # fmt: skip
     return out.sum(dim=(1, 3)).view(L, H, 4, 4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _score_part_products(  # type: ignore[no-untyped-def]
-    q_ptr,
-    dq_ptr,
-    k_ptr,
-    dk_ptr,
-    open_ptr,
-    out_ptr,
-    n,
-    H,
-    group,
-    m,
-    T,
-    D,
-    stride_L,
-    stride_n,
-    stride_m,
-    stride_T,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+@triton.jit
+def _score_part_products(
+    q_ptr, dq_ptr, k_ptr, dk_ptr, open_ptr, out_ptr, n, H, group, m, T, D, stride_L, stride_n,
+    stride_m, stride_T, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)  # (layer, sequence, head)
     sequence = head // H
     shared = sequence * (H // group) + head % H // group  # (layer, sequence, head of keys)

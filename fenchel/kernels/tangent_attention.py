@@ -55,8 +55,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fenchel.kernels.band import Band
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from fenchel.kernels.primitives import LOG2_E, band_range, padded_width
 
 
 class Tangents(NamedTuple):
@@ -84,6 +83,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    def keywords(self) -> dict[str, int]:
+        """The keyword arguments of the launch."""
+        launch = {"num_warps": self.warps, "num_stages": self.stages}
+        return {"ROWS": self.rows, "KEYS": self.keys, **launch}
+
 
 def tangent_attention(
     q: Tensor,
@@ -101,7 +105,7 @@ def tangent_attention(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tq, tk, tv = (None if x is None else x.contiguous() for x in tangents)
     B, H, T, D = q.shape
-    S, E = v.shape[2:]
+    E = v.shape[3]
     moving = any(x is not None for x in tangents)
     rows = q.new_empty(B, H, T, dtype=torch.float32)
     if known is None:
@@ -112,23 +116,11 @@ def tangent_attention(
     mu = torch.empty_like(rows) if moving else None
     if (moving or known is None) and B * H * T:
         tile = tile or forward_tile(q.dtype, max(D, E), second=known is not None)
+        given, keywords = _shared(q, k, v, scale, band, precision)
         _tangent_rows[(triton.cdiv(T, tile.rows) * B * H,)](
-            *(q, k, v, tq, tk, tv, o, to, lse, mu),
-            *_band_arguments(band, B, H, T, S),
-            *(scale, T, S, H, H // k.shape[1]),
-            D=D,
-            E=E,
-            WIDTH_D=_width(D),
-            WIDTH_E=_width(E),
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            SECOND=known is not None,
-            HAS_LEFT=band.left is not None,
-            HAS_RIGHT=band.right is not None,
-            **_numerics(q, precision),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            q, k, v, tq, tk, tv, o, to, lse, mu, *given,
+            SECOND=known is not None, **tile.keywords(), **keywords,
+        )  # fmt: skip
     return ForwardResult(o, to, lse, mu)
 
 
@@ -176,27 +168,12 @@ def tangent_attention_vjp(
     of_rows, of_keys, of_values = tiles or reverse_tiles(
         q.dtype, max(D, E), tangent=gto is not None
     )
-    shared: dict[str, Any] = {
-        "D": D,
-        "E": E,
-        "WIDTH_D": _width(D),
-        "WIDTH_E": _width(E),
-        "HAS_LEFT": band.left is not None,
-        "HAS_RIGHT": band.right is not None,
-        **_numerics(q, precision),
-    }
-    given = _band_arguments(band, B, H, T, S)
+    given, keywords = _shared(q, k, v, scale, band, precision)
     if B * H * T:
         _rows_vjp[(triton.cdiv(T, of_rows.rows) * B * H,)](
-            *(q, k, v, tq, tk, tv, o, to, lse, mu, go, gto, a, b, gq, gtq),
-            *given,
-            *(scale, T, S, H, H // G),
-            ROWS=of_rows.rows,
-            KEYS=of_rows.keys,
-            num_warps=of_rows.warps,
-            num_stages=of_rows.stages,
-            **shared,
-        )
+            q, k, v, tq, tk, tv, o, to, lse, mu, go, gto, a, b, gq, gtq, *given,
+            **of_rows.keywords(), **keywords,
+        )  # fmt: skip
     # Query heads that share keys are added at the end, in float32.
     of_heads = [gk, gv, gtk, gtv]
     if G < H:
@@ -208,17 +185,9 @@ def tangent_attention_vjp(
     for tile, for_keys, for_values in passes:
         if B * H * S:
             _keys_vjp[(triton.cdiv(S, tile.keys) * B * H,)](
-                *(q, k, v, tq, tk, tv, lse, mu, go, gto, a, b, *of_heads),
-                *given,
-                *(scale, T, S, H, H // G),
-                ROWS=tile.rows,
-                KEYS=tile.keys,
-                FOR_KEYS=for_keys,
-                FOR_VALUES=for_values,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                **shared,
-            )
+                q, k, v, tq, tk, tv, lse, mu, go, gto, a, b, *of_heads, *given,
+                FOR_KEYS=for_keys, FOR_VALUES=for_values, **tile.keywords(), **keywords,
+            )  # fmt: skip
     if G < H:
         for grad, heads in zip((gk, gv, gtk, gtv), of_heads, strict=True):
             if grad is not None and heads is not None:
@@ -254,36 +223,42 @@ def reverse_tiles(
     return Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)
 
 
-def _width(D: int) -> int:
-    return max(16, 1 << (D - 1).bit_length())
-
-
-def _numerics(q: Tensor, precision: str) -> dict[str, Any]:
-    if q.device.type == "cpu":
-        # The interpreter multiplies bfloat16 wrongly, without a word, and float32 in one way alone.
-        return {"PRECISION": "ieee", "UPCAST": True}
-    return {"PRECISION": precision if q.dtype == torch.float32 else "tf32", "UPCAST": False}
-
-
-def _band_arguments(band: Band, B: int, H: int, T: int, S: int) -> tuple[Any, ...]:
-    bias = band.bias
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, precision: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of all kernels behind their tensors, and their keywords."""
+    (B, H, T, D), (S, E), bias = q.shape, v.shape[2:], band.bias
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias = bias.expand(B, H, T, S)
         strides = tuple(bias.stride())
     left, right = (0 if x is None else x for x in (band.left, band.right))
-    return left, right, band.start, band.stop, band.slopes, bias, *strides
+    given = (left, right, band.start, band.stop, band.slopes, bias, *strides, scale, T, S, H)
+    # The interpreter multiplies bfloat16 wrongly, without a word, and float32 in one way alone.
+    interpreted = q.device.type == "cpu"
+    if interpreted or q.dtype != torch.float32:
+        precision = "ieee" if interpreted else "tf32"
+    return (*given, H // k.shape[1]), {
+        "D": D,
+        "E": E,
+        "WIDTH_D": padded_width(D),
+        "WIDTH_E": padded_width(E),
+        "HAS_LEFT": band.left is not None,
+        "HAS_RIGHT": band.right is not None,
+        "PRECISION": precision,
+        "UPCAST": interpreted,
+    }
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot(a, b, c, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _dot(a, b, c, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, c, input_precision=PRECISION)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(ptr, row, limit, W: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load(ptr, row, limit, W: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
     """Rows of a (limit, W) matrix, zeros outside; WHOLE where all rows are inside."""
     d = tl.arange(0, WIDTH)
     at = row[:, None] * W + d[None, :]
@@ -296,24 +271,24 @@ def _load(ptr, row, limit, W: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.const
     return tl.load(ptr + at, mask=(row < limit)[:, None] & (d < W)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_numbers(ptr, t, T, other, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_numbers(ptr, t, T, other, WHOLE: tl.constexpr):
     """One number per row."""
     if WHOLE:
         return tl.load(ptr + t)
     return tl.load(ptr + t, mask=t < T, other=other)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(ptr, row, limit, x, W: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _store(ptr, row, limit, x, W: tl.constexpr, WIDTH: tl.constexpr):
     d = tl.arange(0, WIDTH)
     at = row[:, None] * W + d[None, :]
     mask = (row < limit)[:, None] & (d < W)[None, :]
     tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _open(i, j, left, right, start, stop, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _open(i, j, left, right, start, stop, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Whether key j is open to position i; both broadcast."""
     seen = (j >= start) & (j < stop) & (i == i)
     if HAS_LEFT:
@@ -323,23 +298,28 @@ def _open(i, j, left, right, start, stop, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.
     return seen
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _log_prior(  # type: ignore[no-untyped-def]
-    z, t, i, j, slope, bias_ptr, stride_T, stride_S, T, S, SLOPES: tl.constexpr
-):
-    """z in units of log 2 with the finite part of log u added; t, i and j broadcast."""
+@triton.jit
+def _scores(
+    z, scale, t, i, j, band, bias, bias_ptr, T, S, SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """q k^T to scale q k^T + log u in units of log 2; t, i and j broadcast."""
+    slope, stride_T, stride_S = bias
+    z = z * (scale * LOG2_E)
     if SLOPES:
         z -= slope * tl.abs(i - j).to(tl.float32)
     if bias_ptr is not None:
         at = t.to(tl.int64) * stride_T + j.to(tl.int64) * stride_S
         z += LOG2_E * tl.load(bias_ptr + at, mask=(t < T) & (j < S), other=0.0)
+    if MASKED:
+        left, right, start, stop = band
+        z = tl.where(_open(i, j, left, right, start, stop, HAS_LEFT, HAS_RIGHT), z, -float("inf"))
     return z
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_over_keys(  # type: ignore[no-untyped-def]
-    sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, first, last, start, stop, left, right, slope,
-    bias_ptr, stride_T, stride_S, scale, T, S,
+@triton.jit
+def _rows_over_keys(
+    sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, first, last, band, bias, bias_ptr, scale, T, S,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     KEYS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, SECOND: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -358,13 +338,10 @@ def _rows_over_keys(  # type: ignore[no-untyped-def]
             tk = _load(tk_ptr, j, S, D, WIDTH_D, not MASKED)
             tz = _dot(q, tl.trans(tk), tz, PRECISION, UPCAST)
         v = _load(v_ptr, j, S, E, WIDTH_E, not MASKED)
-        z = z * (scale * LOG2_E)
-        z = _log_prior(
-            z, t[:, None], i[:, None], j[None, :], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
-        )
-        if MASKED:
-            seen = _open(i[:, None], j[None, :], left, right, start, stop, HAS_LEFT, HAS_RIGHT)
-            z = tl.where(seen, z, -float("inf"))
+        z = _scores(
+            z, scale, t[:, None], i[:, None], j[None, :], band, bias, bias_ptr, T, S, SLOPES,
+            MASKED, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
         if SECOND:
             p = tl.exp2(z - m[:, None])
         else:
@@ -391,8 +368,8 @@ def _rows_over_keys(  # type: ignore[no-untyped-def]
     return m, total, r, acc, g
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_ends(  # type: ignore[no-untyped-def]
+@triton.jit
+def _key_ends(
     t0, b, start_ptr, stop_ptr, left, right, T, S,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -401,11 +378,7 @@ def _key_ends(  # type: ignore[no-untyped-def]
     Every key outside [first, last) is forbidden to all rows, every key inside [inner, outer) is
     open to all of them.
     """
-    start, stop = 0, S
-    if start_ptr is not None:
-        start = tl.maximum(tl.load(start_ptr + b), 0)
-    if stop_ptr is not None:
-        stop = tl.minimum(tl.load(stop_ptr + b), S)
+    start, stop = band_range(start_ptr, stop_ptr, b, S)
     first, last, inner, outer = start, stop, start, stop
     top, bottom = t0 + S - T, tl.minimum(t0 + ROWS, T) - 1 + S - T
     if HAS_LEFT:
@@ -421,8 +394,20 @@ def _key_ends(  # type: ignore[no-untyped-def]
     return start, stop, first, inner, tl.minimum(outer, last), last
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tangent_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _row_block(T, H, group, ROWS: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """(head, sequence, head of the sequence, head of its keys, first row) of this program."""
+    blocks = tl.cdiv(T, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = head // H, head % H
+    block = tl.program_id(0) % blocks
+    if HAS_RIGHT:  # the last rows see the most keys: they begin first
+        block = blocks - 1 - block
+    return head, b, h, b * (H // group) + h // group, block * ROWS
+
+
+@triton.jit
+def _tangent_rows(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, to_ptr, lse_ptr, mu_ptr, left, right,
     start_ptr, stop_ptr, slopes_ptr, bias_ptr, stride_B, stride_H, stride_T, stride_S, scale, T, S,
     H, group,
@@ -430,14 +415,7 @@ def _tangent_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, SECOND: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(T, ROWS)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head // H, head % H
-    shared = b * (H // group) + h // group
-    block = tl.program_id(0) % blocks
-    if HAS_RIGHT:  # the last rows see the most keys: they begin first
-        block = blocks - 1 - block
-    t0 = block * ROWS
+    head, b, h, shared, t0 = _row_block(T, H, group, ROWS, HAS_RIGHT)
     t = t0 + tl.arange(0, ROWS)
     k_ptr += shared * S * D
     v_ptr += shared * S * E
@@ -455,6 +433,7 @@ def _tangent_rows(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes_ptr + h) * LOG2_E
     if bias_ptr is not None:
         bias_ptr += b * stride_B + h * stride_H
+    bias = (slope, stride_T, stride_S)
 
     r = tl.zeros((ROWS,), tl.float32)
     acc, g, total = r, r, r  # in place of what is not computed: a loop carries no None
@@ -470,23 +449,17 @@ def _tangent_rows(  # type: ignore[no-untyped-def]
         t0, b, start_ptr, stop_ptr, left, right, T, S, ROWS, KEYS, HAS_LEFT, HAS_RIGHT
     )
     sums = (m, total, r, acc, g)
+    band = (left, right, start, stop)
     # Masked blocks before, blocks that are open to every row, masked blocks after.
-    if HAS_LEFT or start_ptr is not None:
-        sums = _rows_over_keys(
-            sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, first, inner, start, stop, left, right,
-            slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
-            True, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-        )  # fmt: skip
-    sums = _rows_over_keys(
-        sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, inner, outer, start, stop, left, right,
-        slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
-        False, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
-    sums = _rows_over_keys(
-        sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, outer, last, start, stop, left, right,
-        slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
-        True, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
+    for part in tl.static_range(3):
+        if part > 0 or HAS_LEFT or start_ptr is not None:
+            begin = first if part == 0 else (inner if part == 1 else outer)
+            end = inner if part == 0 else (outer if part == 1 else last)
+            sums = _rows_over_keys(
+                sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, begin, end, band, bias, bias_ptr,
+                scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES, part != 1, SECOND, HAS_LEFT,
+                HAS_RIGHT, PRECISION, UPCAST,
+            )  # fmt: skip
     m, total, r, acc, g = sums
 
     o_ptr += head * T * E
@@ -510,10 +483,10 @@ def _tangent_rows(  # type: ignore[no-untyped-def]
         tl.store(mu_ptr + head * T + t, r, mask=t < T)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rows_vjp_over_keys(
     sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, first, last,
-    start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S,
+    band, bias, bias_ptr, scale, T, S,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     KEYS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -524,13 +497,10 @@ def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
         j = j0 + tl.arange(0, KEYS)
         k = _load(k_ptr, j, S, D, WIDTH_D, not MASKED)
         v = _load(v_ptr, j, S, E, WIDTH_E, not MASKED)
-        z = _dot(q, tl.trans(k), None, PRECISION, UPCAST) * (scale * LOG2_E)
-        z = _log_prior(
-            z, t[:, None], i[:, None], j[None, :], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
-        )
-        if MASKED:
-            seen = _open(i[:, None], j[None, :], left, right, start, stop, HAS_LEFT, HAS_RIGHT)
-            z = tl.where(seen, z, -float("inf"))
+        z = _scores(
+            _dot(q, tl.trans(k), None, PRECISION, UPCAST), scale, t[:, None], i[:, None],
+            j[None, :], band, bias, bias_ptr, T, S, SLOPES, MASKED, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
         p = tl.exp2(z - m[:, None])
         A, tz, tk = None, None, None
         if tq is not None:
@@ -559,8 +529,8 @@ def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
     return gq, gtq
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_vjp(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rows_vjp(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, to_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr,
     a_ptr, b_ptr, gq_ptr, gtq_ptr, left, right, start_ptr, stop_ptr, slopes_ptr, bias_ptr,
     stride_B, stride_H, stride_T, stride_S, scale, T, S, H, group,
@@ -568,14 +538,7 @@ def _rows_vjp(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(T, ROWS)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    batch, h = head // H, head % H
-    shared = batch * (H // group) + h // group
-    block = tl.program_id(0) % blocks
-    if HAS_RIGHT:
-        block = blocks - 1 - block
-    t0 = block * ROWS
+    head, batch, h, shared, t0 = _row_block(T, H, group, ROWS, HAS_RIGHT)
     t = t0 + tl.arange(0, ROWS)
     k_ptr += shared * S * D
     v_ptr += shared * S * E
@@ -609,6 +572,7 @@ def _rows_vjp(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes_ptr + h) * LOG2_E
     if bias_ptr is not None:
         bias_ptr += batch * stride_B + h * stride_H
+    bias = (slope, stride_T, stride_S)
     m = tl.load(lse_ptr + head * T + t, mask=t < T, other=float("inf")) * LOG2_E
 
     gtq = a  # in place of what is not computed
@@ -618,32 +582,26 @@ def _rows_vjp(  # type: ignore[no-untyped-def]
         t0, batch, start_ptr, stop_ptr, left, right, T, S, ROWS, KEYS, HAS_LEFT, HAS_RIGHT
     )
     sums = (tl.zeros((ROWS, WIDTH_D), tl.float32), gtq)
-    if HAS_LEFT or start_ptr is not None:
-        sums = _rows_vjp_over_keys(
-            sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, first,
-            inner, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
-            WIDTH_D, WIDTH_E, KEYS, SLOPES, True, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-        )  # fmt: skip
-    sums = _rows_vjp_over_keys(
-        sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, inner,
-        outer, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
-        WIDTH_D, WIDTH_E, KEYS, SLOPES, False, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
-    sums = _rows_vjp_over_keys(
-        sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, outer,
-        last, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
-        WIDTH_D, WIDTH_E, KEYS, SLOPES, True, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
+    band = (left, right, start, stop)
+    for part in tl.static_range(3):
+        if part > 0 or HAS_LEFT or start_ptr is not None:
+            begin = first if part == 0 else (inner if part == 1 else outer)
+            end = inner if part == 0 else (outer if part == 1 else last)
+            sums = _rows_vjp_over_keys(
+                sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t,
+                begin, end, band, bias, bias_ptr, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
+                part != 1, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+            )  # fmt: skip
     gq, gtq = sums
     _store(gq_ptr + head * T * D, t, T, gq * scale, D, WIDTH_D)
     if gtq_ptr is not None:
         _store(gtq_ptr + head * T * D, t, T, gtq * scale, D, WIDTH_D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _keys_vjp_over_rows(
     sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr, gtk_ptr,
-    gtv_ptr, j, first, last, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S,
+    gtv_ptr, j, first, last, band, bias, bias_ptr, scale, T, S,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     ROWS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, FOR_KEYS: tl.constexpr,
     FOR_VALUES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -655,13 +613,10 @@ def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
         t = t0 + tl.arange(0, ROWS)
         i = t + S - T
         q = _load(q_ptr, t, T, D, WIDTH_D, not MASKED)
-        z = _dot(k, tl.trans(q), None, PRECISION, UPCAST) * (scale * LOG2_E)
-        z = _log_prior(
-            z, t[None, :], i[None, :], j[:, None], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
-        )
-        if MASKED:
-            seen = _open(i[None, :], j[:, None], left, right, 0, S, HAS_LEFT, HAS_RIGHT)
-            z = tl.where(seen, z, -float("inf"))
+        z = _scores(
+            _dot(k, tl.trans(q), None, PRECISION, UPCAST), scale, t[None, :], i[None, :],
+            j[:, None], band, bias, bias_ptr, T, S, SLOPES, MASKED, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
         # Rows outside have lse = inf, so p = 0. Numbers per row are loaded where they are used: a
         # thread has one of each for every column of the tile that it holds.
         m = _load_numbers(lse_ptr, t, T, float("inf"), not MASKED) * LOG2_E
@@ -712,8 +667,8 @@ def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
     return gk, gv, gtk, gtv
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _keys_vjp(  # type: ignore[no-untyped-def]
+@triton.jit
+def _keys_vjp(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
     gk_ptr, gv_ptr, gtk_ptr, gtv_ptr, left, right, start_ptr, stop_ptr, slopes_ptr, bias_ptr,
     stride_B, stride_H, stride_T, stride_S, scale, T, S, H, group,
@@ -727,11 +682,7 @@ def _keys_vjp(  # type: ignore[no-untyped-def]
     shared = batch * (H // group) + h // group
     j0 = tl.program_id(0) % blocks * KEYS
     j = j0 + tl.arange(0, KEYS)
-    start, stop = 0, S
-    if start_ptr is not None:
-        start = tl.load(start_ptr + batch)
-    if stop_ptr is not None:
-        stop = tl.minimum(tl.load(stop_ptr + batch), S)
+    start, stop = band_range(start_ptr, stop_ptr, batch, S)
     k = _load(k_ptr + shared * S * D, j, S, D, WIDTH_D, False)
     v, tk, tv = None, None, None
     none = tl.zeros((KEYS,), tl.float32)
@@ -771,6 +722,7 @@ def _keys_vjp(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes_ptr + h) * LOG2_E
     if bias_ptr is not None:
         bias_ptr += batch * stride_B + h * stride_H
+    bias = (slope, stride_T, stride_S)
     q_ptr += head * T * D
     lse_ptr += head * T
     a_ptr += head * T
@@ -784,25 +736,17 @@ def _keys_vjp(  # type: ignore[no-untyped-def]
     if mu_ptr is not None:
         mu_ptr += head * T
     sums = (gk, gv, gtk, gtv)
-    if HAS_RIGHT:
-        sums = _keys_vjp_over_rows(
-            sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
-            gtk_ptr, gtv_ptr, j, first, inner, left, right, slope, bias_ptr, stride_T, stride_S,
-            scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, True, FOR_KEYS, FOR_VALUES,
-            HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-        )  # fmt: skip
-    sums = _keys_vjp_over_rows(
-        sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
-        gtk_ptr, gtv_ptr, j, inner, outer, left, right, slope, bias_ptr, stride_T, stride_S,
-        scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, False, FOR_KEYS, FOR_VALUES,
-        HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
-    sums = _keys_vjp_over_rows(
-        sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
-        gtk_ptr, gtv_ptr, j, outer, last, left, right, slope, bias_ptr, stride_T, stride_S,
-        scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, True, FOR_KEYS, FOR_VALUES,
-        HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
-    )  # fmt: skip
+    band = (left, right, 0, S)
+    for part in tl.static_range(3):
+        if part > 0 or HAS_RIGHT:
+            begin = first if part == 0 else (inner if part == 1 else outer)
+            end = inner if part == 0 else (outer if part == 1 else last)
+            sums = _keys_vjp_over_rows(
+                sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr,
+                b_ptr, gtk_ptr, gtv_ptr, j, begin, end, band, bias, bias_ptr, scale, T, S, D, E,
+                WIDTH_D, WIDTH_E, ROWS, SLOPES, part != 1, FOR_KEYS, FOR_VALUES, HAS_LEFT,
+                HAS_RIGHT, PRECISION, UPCAST,
+            )  # fmt: skip
     gk, gv, gtk, gtv = sums
     there = ((j >= start) & (j < stop))[:, None]
     if FOR_KEYS:

@@ -18,22 +18,23 @@ is 32 kB per program of four warps, and several programs run on a multiprocessor
 norm are recomputed in every program while W is in flight: 4 kB from the L1 cache, instead of a pass
 and a kernel of its own. W bypasses that cache (".cg"), so that x stays in it.
 
-With ``overlap`` (programmatic dependent launch) the next kernel loads its weights before this one
-has ended, so they must not be what this one writes. ``gdc_wait`` stands between the weights and
-everything that an earlier kernel wrote; every kernel here waits, so each is complete before the
-next but one starts to read or write.
+By programmatic dependent launch (``pdl_launch``) the next kernel loads its weights before this one
+has ended, so they must not be what this one writes. ``wait_for_previous`` stands between the
+weights and everything that an earlier kernel wrote; every kernel here waits, so each is complete
+before the next but one starts to read or write.
 
 Sums are in float32; results are rounded where the model's own operations round, to the dtype of x.
 
 Shapes: x (B, K), W (N, K) contiguous, gains (K,), biases (N,), y (B, N).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fenchel.kernels.primitives import padded_width, pdl_launch, wait_for_previous
 
 
 class NormWeights(NamedTuple):
@@ -54,10 +55,6 @@ WARPS = 8
 """Largest number of warps per program; in a longer row each thread takes more numbers."""
 ROWS = 16
 """Largest number of rows per program, for narrow matrices."""
-OVERLAP = True
-"""Whether a kernel starts before the previous one has ended, on devices that can (Hopper on)."""
-
-
 ACTIVATE = 1024
 """Entries per program of ``activate``: one load of 16 bytes per thread in bfloat16."""
 
@@ -72,16 +69,10 @@ class LaunchShape(NamedTuple):
 
 def launch_shape(K: int, *, matrices: int = 1) -> LaunchShape:
     """The launch shape for rows of K numbers, of one matrix or of two read side by side."""
-    block = max(16, triton.next_power_of_2(K))
+    block = padded_width(K)
     warps = max(1, min(WARPS, block // SPAN))
     rows = PER_THREAD * 32 * warps // (block * matrices)
     return LaunchShape(max(1, min(ROWS, rows)), block, warps)
-
-
-def overlap(x: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a launch: whether it may start before the previous kernel ends."""
-    ahead = OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
 
 def matmul(
@@ -113,20 +104,9 @@ def _launch_matmul(
     N = len(W_NK)
     cut = launch_shape(K)
     _matmul[(triton.cdiv(N, cut.rows),)](
-        x_BK,
-        W_NK,
-        bias_N,
-        stream_BN,
-        y_BN,
-        *_norm_arguments(norm),
-        N,
-        B=B,
-        K=K,
-        BLOCK=cut.block,
-        ROWS=cut.rows,
-        num_warps=cut.warps,
-        **overlap(x_BK),
-    )
+        x_BK, W_NK, bias_N, stream_BN, y_BN, *_norm_arguments(norm), N, B=B, K=K, BLOCK=cut.block,
+        ROWS=cut.rows, num_warps=cut.warps, **pdl_launch(x_BK),
+    )  # fmt: skip
 
 
 def gated_matmul(
@@ -143,29 +123,18 @@ def gated_matmul(
     N = len(up[0])
     cut = launch_shape(K, matrices=1 if gate is None else 2)
     _gated_matmul[(triton.cdiv(N, cut.rows),)](
-        x_BM,
-        *(gate or (None, None)),
-        *up,
-        y_BF,
-        *_norm_arguments(norm),
-        N,
-        B=B,
-        K=K,
-        BLOCK=cut.block,
-        ROWS=cut.rows,
-        F=activation,
-        num_warps=cut.warps,
-        **overlap(x_BM),
-    )
+        x_BM, *(gate or (None, None)), *up, y_BF, *_norm_arguments(norm), N, B=B, K=K,
+        BLOCK=cut.block, ROWS=cut.rows, F=activation, num_warps=cut.warps, **pdl_launch(x_BM),
+    )  # fmt: skip
 
 
 def normalise(x_BK: Tensor, norm: NormWeights, y_BK: Tensor) -> None:
     """y = n(x), one program per row."""
     B, K = x_BK.shape
-    block = max(16, triton.next_power_of_2(K))
+    block = padded_width(K)
     warps = max(1, min(WARPS, block // SPAN))
     _normalise_rows[(B,)](
-        x_BK, *_norm_arguments(norm), y_BK, K=K, BLOCK=block, num_warps=warps, **overlap(x_BK)
+        x_BK, *_norm_arguments(norm), y_BK, K=K, BLOCK=block, num_warps=warps, **pdl_launch(x_BK)
     )
 
 
@@ -173,7 +142,7 @@ def activate(gate_BF: Tensor | None, up_BF: Tensor, y_BF: Tensor, *, activation:
     """f(gate) * up, or f(up) without a gate, written into y."""
     size = up_BF.numel()
     _activate[(triton.cdiv(size, ACTIVATE),)](
-        gate_BF, up_BF, y_BF, size, F=activation, BLOCK=ACTIVATE, num_warps=4, **overlap(up_BF)
+        gate_BF, up_BF, y_BF, size, F=activation, BLOCK=ACTIVATE, num_warps=4, **pdl_launch(up_BF)
     )
 
 
@@ -184,8 +153,8 @@ def _norm_arguments(norm: NormWeights | None) -> tuple[Tensor | None, Tensor | N
 # Below, an argument that may be None is resolved at compile time: code for it is not generated.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_rows(w_ptr, rows, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_rows(w_ptr, rows, at, K: tl.constexpr, BLOCK: tl.constexpr):
     where = w_ptr + rows.to(tl.int64)[:, None] * K + at[None, :]
     if K == BLOCK:  # no mask: a mask that may end anywhere is loaded number by number
         w = tl.load(where, cache_modifier=".cg")
@@ -194,8 +163,8 @@ def _load_rows(w_ptr, rows, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: 
     return w
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_row(x_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_row(x_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):
     if K == BLOCK:  # noqa: SIM108
         x = tl.load(x_ptr + at)
     else:
@@ -203,8 +172,8 @@ def _load_row(x_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_gain(gain_ptr, shift_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_gain(gain_ptr, shift_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):
     gain = 1.0
     shift = 0.0
     if gain_ptr is not None:
@@ -214,8 +183,8 @@ def _load_gain(gain_ptr, shift_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  
     return gain, shift
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normalise(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _normalise(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constexpr):
     """n(x) in float32, rounded as x is."""
     y = x.to(tl.float32)
     if centred:
@@ -224,33 +193,19 @@ def _normalise(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constex
     return (y * r * gain + shift).to(x.dtype).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _matmul(  # type: ignore[no-untyped-def]
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    stream_ptr,
-    y_ptr,
-    gain_ptr,
-    shift_ptr,
-    epsilon,
-    centred: tl.constexpr,
-    N,
-    B: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+@triton.jit
+def _matmul(
+    x_ptr, w_ptr, bias_ptr, stream_ptr, y_ptr, gain_ptr, shift_ptr, epsilon, centred: tl.constexpr,
+    N, B: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < N
     row = tl.minimum(row, N - 1)  # rows past the end read the last one and are not written
     at = tl.arange(0, BLOCK)
     w = _load_rows(w_ptr, row, at, K, BLOCK)
     gain, shift = _load_gain(gain_ptr, shift_ptr, at, K, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     for b in range(B):
         x = _load_row(x_ptr + b * K, at, K, BLOCK)
         y = x.to(tl.float32)
@@ -265,8 +220,8 @@ def _matmul(  # type: ignore[no-untyped-def]
         tl.store(y_ptr + b * N + row, total.to(y_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activation(z, F: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _activation(z, F: tl.constexpr):
     """f(z), by its name in fenchel/model/mlp.py."""
     if F == "relu":
         y = tl.maximum(z, 0.0)
@@ -279,26 +234,12 @@ def _activation(z, F: tl.constexpr):  # type: ignore[no-untyped-def]
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gated_matmul(  # type: ignore[no-untyped-def]
-    x_ptr,
-    gate_ptr,
-    gate_bias_ptr,
-    up_ptr,
-    up_bias_ptr,
-    y_ptr,
-    gain_ptr,
-    shift_ptr,
-    epsilon,
-    centred: tl.constexpr,
-    N,
-    B: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    F: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _gated_matmul(
+    x_ptr, gate_ptr, gate_bias_ptr, up_ptr, up_bias_ptr, y_ptr, gain_ptr, shift_ptr, epsilon,
+    centred: tl.constexpr, N, B: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < N
     row = tl.minimum(row, N - 1)
@@ -307,9 +248,7 @@ def _gated_matmul(  # type: ignore[no-untyped-def]
     if gate_ptr is not None:
         v = _load_rows(gate_ptr, row, at, K, BLOCK)
     gain, shift = _load_gain(gain_ptr, shift_ptr, at, K, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     for b in range(B):
         x = _load_row(x_ptr + b * K, at, K, BLOCK)
         y = _normalise(x, gain, shift, at, epsilon, centred, K)
@@ -328,37 +267,26 @@ def _gated_matmul(  # type: ignore[no-untyped-def]
         tl.store(y_ptr + b * N + row, wide.to(y_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normalise_rows(  # type: ignore[no-untyped-def]
-    x_ptr,
-    gain_ptr,
-    shift_ptr,
-    epsilon,
-    centred: tl.constexpr,
-    y_ptr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _normalise_rows(
+    x_ptr, gain_ptr, shift_ptr, epsilon, centred: tl.constexpr, y_ptr, K: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     gain, shift = _load_gain(gain_ptr, shift_ptr, at, K, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64) * K
     x = _load_row(x_ptr + row, at, K, BLOCK)
     y = _normalise(x, gain, shift, at, epsilon, centred, K)
     tl.store(y_ptr + row + at, y.to(y_ptr.dtype.element_ty), mask=at < K)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _activate(
     gate_ptr, up_ptr, y_ptr, size, F: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     up = tl.load(up_ptr + at, mask=at < size, other=0.0)
     if gate_ptr is not None:
         gate = tl.load(gate_ptr + at, mask=at < size, other=0.0)
