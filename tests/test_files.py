@@ -191,7 +191,7 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
     assert not names(tmp_path)
 
 
-def test_other_troubles_of_a_disk_are_not_called_full(tmp_path: Path) -> None:
+def test_other_storage_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), committed(tmp_path / "workspace", {}):
         raise PermissionError(errno.EACCES, "denied", "/workspace/no space left here")
 

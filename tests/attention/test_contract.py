@@ -217,7 +217,7 @@ def test_a_tangent_turns_auto_away_from_a_fused_kernel_that_cannot_carry_it() ->
     torch.testing.assert_close(ours, exact)
 
 
-def test_a_fused_kernel_refuses_a_second_derivative_aloud() -> None:
+def test_a_second_derivative_of_a_fused_kernel_raises() -> None:
     q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (slope,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):

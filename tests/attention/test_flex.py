@@ -89,7 +89,7 @@ def test_a_mask_made_in_inference_mode_serves_training_too() -> None:
     assert not flex._scalar(12, torch.device("cpu")).is_inference()
 
 
-def test_what_it_cannot_serve_it_refuses(qkv) -> None:
+def test_an_unsupported_call_is_refused(qkv) -> None:
     q, k, v = qkv
     assert "backward on a CPU" in (backend_support(q.requires_grad_(), k, v)["flex"] or "")
     assert "dropout" in (backend_support(q.detach(), k, v, dropout=0.1)["flex"] or "")

@@ -145,7 +145,7 @@ def test_a_disk_that_fills_while_writing_leaves_the_last_checkpoint_alone(
     check(saved(s))
 
 
-def test_a_folder_that_is_gone_is_an_ordinary_trouble_of_a_disk(small: Callable[..., Any]) -> None:
+def test_a_missing_folder_is_an_ordinary_storage_error(small: Callable[..., Any]) -> None:
     s = small()
     shutil.rmtree(s.run.path)
     with pytest.raises(FileNotFoundError):

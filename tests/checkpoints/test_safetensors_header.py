@@ -97,7 +97,7 @@ def test_empty_tensors_and_scalars_take_their_place(file: Path) -> None:
         (b'{"a":' + b"9" * 10_000 + b"}", 0, "not JSON"),
     ],
 )
-def test_a_header_that_lies_is_refused(file: Path, header: Any, data: int, says: str) -> None:
+def test_a_false_header_is_refused(file: Path, header: Any, data: int, says: str) -> None:
     with pytest.raises(Damaged, match=says) as refusal:
         read_header(write(file, header, data))
     assert len(str(refusal.value)) < 400

@@ -91,7 +91,7 @@ def test_the_losses_are_those_of_the_model(
     assert same["eager"]["loss"] == pytest.approx(direct, rel=1e-4)
 
 
-def test_what_is_saved_remembers_its_map(
+def test_a_saved_checkpoint_keeps_its_map(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sparse"

@@ -80,7 +80,7 @@ def test_words_reach_an_open_terminal_and_are_lost_at_a_closed_one(
     stream.close()  # what an interpreter does at its end: nothing is left to fail
 
 
-def test_other_troubles_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -193,7 +193,7 @@ def test_harmless_settings_take_effect_are_reported_and_change_no_bit(
     assert lab.story(halfway)["metrics"] == whole["metrics"]
 
 
-def test_other_settings_take_effect_and_the_promise_is_taken_back(
+def test_other_settings_take_effect_and_the_run_is_no_longer_bit_exact(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     ended = lab.resume(halfway, "--set", "optim.learning_rate=0.02", "--steps", "45")

@@ -63,7 +63,9 @@ def test_the_third_is_used_when_two_are_damaged(
     assert lab.story(halfway) == whole
 
 
-def test_without_an_intact_one_it_refuses_and_does_not_begin_again(lab: Any, halfway: Path) -> None:
+def test_a_resume_without_an_intact_checkpoint_is_refused_and_does_not_begin_again(
+    lab: Any, halfway: Path
+) -> None:
     for folder in (halfway / "checkpoints").iterdir():
         flip(folder / "manifest.json", 900)
     before = {path: files.sha256(path) for path in halfway.rglob("*.*") if path.is_file()}
@@ -116,7 +118,9 @@ def test_a_failure_names_the_checkpoint_that_was_checked(lab: Any, halfway: Path
     )
 
 
-def test_without_any_it_refuses_too_if_there_were_some(lab: Any, halfway: Path) -> None:
+def test_a_resume_without_any_checkpoint_is_refused_if_some_were_saved(
+    lab: Any, halfway: Path
+) -> None:
     shutil.rmtree(halfway / "checkpoints")
     (halfway / "checkpoints").mkdir()
     before = (halfway / "metrics.jsonl").read_bytes()

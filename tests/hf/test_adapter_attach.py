@@ -225,7 +225,7 @@ def test_one_layer_that_attends_by_itself_is_noticed(llama: Any) -> None:
         prove(llama, Entmax(1.5), some_inputs())
 
 
-def test_a_reload_forgets_the_map_and_attach_remembers_it(llama: Any, tmp_path: Path) -> None:
+def test_a_reload_has_no_map_and_attach_restores_it(llama: Any, tmp_path: Path) -> None:
     """Silent failure 4: saved with entmax, loaded as softmax."""
     inputs = some_inputs()
     with torch.no_grad(), attach(llama, Entmax(1.25, beta=2.0)):

@@ -195,7 +195,7 @@ class Ring:
 
 @pytest.mark.parametrize("positions", ["rotary", "alibi", "buckets", "learned"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_may_forget_what_no_window_shows(
+def test_a_cache_may_drop_keys_outside_every_window(
     build: Build, ids: Tensor, positions: str, padded: bool
 ) -> None:
     model, ring = build(windows=(3,), positions=positions), Ring(2)

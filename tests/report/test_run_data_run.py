@@ -21,7 +21,7 @@ def of_lines(folder: Path, *lines: Any, end: str = "\n") -> RunData:
     return read_run(folder)
 
 
-def test_a_whole_run_has_no_troubles(make_run: MakeRun) -> None:
+def test_a_complete_run_has_no_errors(make_run: MakeRun) -> None:
     run = read_run(make_run())
     assert not run.troubles
     assert run.name == "demo"

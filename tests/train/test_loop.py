@@ -364,7 +364,7 @@ def test_metrics_kept_back_by_a_full_disk_are_all_there_at_the_end(
     assert lines(s) == lines(whole)
 
 
-def test_another_trouble_of_the_disk_is_not_survived_in_silence(
+def test_another_storage_error_is_raised(
     small: Callable[..., Any],
 ) -> None:
     s = small()

@@ -9,7 +9,7 @@ from fenchel.train.loop import STOP_SIGNALS, StopSignals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.Signals) -> None:
+def test_the_first_signal_is_only_recorded(number: signal.Signals) -> None:
     with StopSignals() as signals:
         assert signals.first is None
         signal.raise_signal(number)

@@ -61,7 +61,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     same(weights(whole), weights(resumed))
 
 
-def test_what_is_remembered_keeps_its_precision_beside_bfloat16_weights(
+def test_state_keeps_its_precision_with_bfloat16_weights(
     small: Any, tokens: Any, backward: Any
 ) -> None:
     model = small().bfloat16()
