@@ -32,7 +32,7 @@ def run(
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Swap the attention of a transformers checkpoint, and prove that it happened.
+    """Swap the attention of a transformers checkpoint, and prove that the swap took effect.
 
     Parameters
     ----------
@@ -49,12 +49,12 @@ def run(
     text
         A text to read with both attentions: "sotu", "kjv", a file, a folder or a .jsonl file.
     context
-        How many tokens of it the model reads at once.
+        Number of its tokens that the model reads at once.
     tokens
-        How many tokens of it are predicted at most.
+        Largest number of its tokens that are predicted.
     out
         Save the checkpoint with the map in its config to this directory, which must not exist.
-        Weights, tokenizer and generation settings are copied as they are.
+        Weights, tokenizer and generation settings are copied unchanged.
     json
         Print one JSON object instead of tables.
     """

@@ -1,4 +1,4 @@
-"""fenchel bench: runs a benchmark of fenchel beside its peers in one process and prints ratios.
+"""fenchel bench: runs a benchmark of fenchel and its peers in one process and prints ratios.
 
 The benchmarks are part of the source tree and not of the package, since they need the peers.
 """

@@ -58,13 +58,13 @@ def run(
     heads
         Also an upper end for every single head.
     blocks
-        Whole blocks, with norm layers, MLP and residual branches; the ball is about the stream.
+        Whole blocks, with norm layers, MLP and residual branches; the ball is around the stream.
     steps
         Steps of the ascent to the lower end.
     restarts
         Random points of the ball from which it starts, in addition to others.
     failure
-        Probability that a norm at the centre, on which upper ends rest, is too small.
+        Probability that a norm at the centre, from which upper ends follow, is too small.
     device
         "cpu" or "cuda"; the GPU where there is one.
     dtype

@@ -23,7 +23,7 @@ def run(
     Parameters
     ----------
     runs
-        Run directories, two or more; of a run that is still going on, what exists.
+        Two or more run directories; of an unfinished run, what exists.
     out
         Write a page with the curves of all runs to this file.
     json

@@ -14,7 +14,7 @@ before it could save its state, so ``may_close`` turns the first SIGHUP into Key
 Ctrl-C, and discards further output.
 
 **A pipe that closes.** A command whose reader has gone, as in ``fenchel generate RUN | head -1``,
-ends in silence with the exit code of SIGPIPE. Training goes on instead (``outlive_output``): its
+ends silently with the exit code of SIGPIPE. Training continues instead (``outlive_output``): its
 results are in the run directory. The error is ``OutputClosed`` and not BrokenPipeError, which rich
 would turn into its own exit.
 """

@@ -39,7 +39,7 @@ def run(
     directory
         A run directory to check, every byte of its checkpoints and token files, or a Hugging Face
         directory: every byte where fenchel wrote it, else settings, headers and numbers. The model
-        is then run on a few tokens to look for common mistakes, such as a scale applied twice.
+        is then run on a few tokens to find common mistakes, such as a scale applied twice.
     json
         Print one JSON object instead of tables.
     """

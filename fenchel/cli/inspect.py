@@ -53,19 +53,20 @@ def run(
     heads
         Only these heads of every layer, counted from 1.
     blocks
-        Differentiate blocks and network too, which takes most of the time.
+        Also differentiate blocks and network, which takes most of the time.
     branches
         Also the attention and the MLP of each block separately, each with the norm before it.
     radius
-        Certify the attention layers over balls of this radius too; see fenchel certify.
+        Also certify the attention layers over balls of this radius; see fenchel certify.
     norm
         The norm of the radius: "fro" for all tokens together, "token" for each of them.
     rows
         With --json: the numbers of every row, not only their quantiles.
     iterations
-        The most pairs of products per spectral norm; 30 for small models, 9 for large ones.
+        Largest number of pairs of products per spectral norm; 30 for small models, 9 for large
+        ones.
     tolerance
-        A bracket narrower than this ends earlier.
+        Relative width of a bracket at which the iteration stops.
     device
         "cpu" or "cuda"; the GPU where there is one.
     seed
@@ -135,7 +136,8 @@ def numbers(words: str | None, name: str) -> list[int] | None:
 
 
 def require_ours(path: Path) -> None:
-    """Refuse to write over a file that is not a page of ours, or into no folder."""
+    """Refuse to overwrite a file that is not a page of fenchel, or to write into a missing
+    folder."""
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} in.")
     if path.exists():

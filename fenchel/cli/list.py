@@ -35,7 +35,7 @@ def run(
     sort: str | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """List what is here: built-in texts, presets, families of checkpoints, and runs.
+    """List built-in texts, presets, families of checkpoints, and runs.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def presets() -> Listed:
 
 
 def families() -> Listed:
-    """The families of Hugging Face checkpoints, and the presets that are of each."""
+    """The families of Hugging Face checkpoints, each with its presets."""
     from fenchel.model.families.registry import FAMILIES, family_for
     from fenchel.model.transformer import meta_model
     from fenchel.pipeline import PRESETS, settings

@@ -56,7 +56,7 @@ def run(
     attention_rate
         TFLOP/s of attention, forward and backward.
     peak
-        TFLOP/s of which the efficiency is the share.
+        TFLOP/s at peak, which the efficiency is a share of.
     inside
         GB/s that a GPU receives inside its node.
     between
@@ -64,7 +64,7 @@ def run(
     set
         One setting, such as train.batch=512; repeatable, overrides the file.
     simulate
-        Also divide the model by torch's FSDP2 among this many simulated ranks, take one step, and
+        Also divide the model by torch's FSDP2 among as many simulated ranks, take one step, and
         compare what rank 0 holds and sends with the formulas.
     json
         Print one JSON object, with bytes and seconds.
@@ -151,7 +151,7 @@ def _rows(plan: "Plan") -> list[tuple["Forecast", "Forecast"]]:
 
 
 def _table(title: str, headings: str, rows: list[list[str]]) -> str:
-    """Columns as wide as their entries, aligned to the right, whatever the terminal.
+    """Columns as wide as their entries, aligned to the right, for any terminal.
 
     >>> print(_table("GB", "shard peak", [["none", "12.5"], ["full", "3"]]))
     GB

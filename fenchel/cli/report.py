@@ -9,7 +9,7 @@ def run(directory: Path, /) -> int:
     Parameters
     ----------
     directory
-        A run directory; of a run that was interrupted or still goes on, the page shows what exists.
+        A run directory; of an unfinished run, the page shows what exists.
     """
     from fenchel.report import page
 

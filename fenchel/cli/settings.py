@@ -18,12 +18,12 @@ Switch = Annotated[bool, Parameter(negative="")]
 
 
 def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) -> int:
-    """Print what every setting of a run means, of which type it is, and when it is read.
+    """Print the meaning and the type of every setting of a run, and when it is read.
 
     Parameters
     ----------
     prefix
-        Only settings whose name begins so, such as optim or model.rotary.
+        Only settings whose name begins with this, such as optim or model.rotary.
     markdown
         Print the tables of docs/settings.md.
     json

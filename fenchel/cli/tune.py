@@ -26,7 +26,7 @@ def run(
 ) -> int:
     """Continue a checkpoint on a text and leave a run directory with a report.
 
-    Documents are packed into rows without attending to one another. Of conversations only the
+    Documents are packed into rows and do not attend to one another. Of conversations only the
     answers of the assistant are learnt.
 
     Parameters

@@ -12,10 +12,10 @@ key, requests without it.
 
 **Limits.** The head of a request has ``HEAD_SECONDS`` to arrive, or the connection ends. A body has
 ``LARGEST_BODY`` bytes at most, counted while they arrive, and ``BODY_SECONDS`` to do so. A request
-beyond the queue gets 429 with Retry-After, one that waits too long 503, one past the deadline what
-it has. A client that leaves ends its requests, also where it does not stream. A stream that its
-client does not read waits in memory, bounded by its tokens, and ends after ``STALLED_SECONDS``; no
-other request waits for it.
+beyond the queue gets 429 with Retry-After, one that waits too long 503, one past the deadline the
+text so far. A client that leaves ends its requests, also where it does not stream. A stream that
+its client does not read waits in memory, bounded by its tokens, and ends after ``STALLED_SECONDS``;
+no other request waits for it.
 
 **Logs.** One JSON line per request on standard error; texts only with ``log_text``.
 """

@@ -5,7 +5,7 @@
 The final stream is the output of the last block after the last norm, (T, M): what transformers
 calls last_hidden_state. The tokens are those of ``encode_whole``, the control tokens around a text
 included. An encoder-decoder gives the output of its encoder. Decoders were not trained for this:
-their vectors compare texts, and worse than those of a model that was.
+their vectors compare texts less well than those of a model that was.
 
 A separate thread computes one text after another.
 """

@@ -1,4 +1,4 @@
-"""Which requests a server on this machine answers: those that no page of another site has caused.
+"""Host and Origin checks of a local server: refuses requests that pages of other sites cause.
 
 Any page that is open in a browser can have the browser send requests to 127.0.0.1. What it cannot
 forge are two headers:
@@ -12,8 +12,8 @@ forge are two headers:
               page or a file, is neither.
 
 A request with no Host, with several, or with one that is not an address is refused, and WebSocket
-handshakes are held to the same rules. Programs outside a browser send no Origin; a key or a token
-says whether they may use the server, and each server checks its own in ``response``.
+handshakes follow the same rules. Programs outside a browser send no Origin; a key or a token admits
+them, and each server checks its own in ``response``.
 """
 
 import re
