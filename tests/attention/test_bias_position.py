@@ -17,6 +17,15 @@ def test_slopes_of_a_power_of_two_halve() -> None:
     assert slope(torch.arange(8), 8).tolist() == [2.0**-k for k in range(1, 9)]
 
 
+def test_slopes_for_kernels_are_made_once_and_serve_training_after_inference() -> None:
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        first = ALiBi(7).band(4, device).slopes
+    assert first is not None
+    assert first is ALiBi(7).band(9, device).slopes
+    assert not first.is_inference()
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 8, 12, 16, 20])
 def test_slopes_are_those_of_bloom(heads: int) -> None:
     theirs = build_alibi_tensor(torch.ones(1, 4), heads, torch.float32)[:, 0, 1]

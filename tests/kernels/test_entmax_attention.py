@@ -267,7 +267,7 @@ def test_it_is_one_operation_of_a_compiled_graph(device: str) -> None:
     q.requires_grad_()
 
     def loss(q: Tensor) -> Tensor:
-        prior = Causal() + Padding(torch.tensor([12], device=device))
+        prior = Causal() + Padding(torch.tensor([12], device=device)) + ALiBi(2)
         return attend(q, k, v, choice=Entmax(1.5), prior=prior, backend="triton").square().sum()
 
     found = torch.compile(loss, backend="aot_eager", fullgraph=True)(q)
