@@ -39,7 +39,7 @@ from fenchel.optim import (
     warmup_linear,
 )
 from fenchel.sensitivity import Witness, cone, self_attention_jacobian, spectral_norm, witness
-from fenchel.sensitivity.cone import new_figure, save_figure
+from fenchel.sensitivity.lipschitz_cone import new_figure, save_figure
 
 
 def lipschitz_double_cone() -> Any:

@@ -7,9 +7,9 @@ from fenchel.sensitivity.attention_jacobian import (
 )
 from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.certificate import Certificate, certify
-from fenchel.sensitivity.cone import Cone, cone
 from fenchel.sensitivity.finite_difference import Remainder, difference_jacobian, remainder
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
+from fenchel.sensitivity.lipschitz_cone import Cone, cone
 from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
 from fenchel.sensitivity.operator import Matrix, Operator, identity
 from fenchel.sensitivity.perturbation import Ball

@@ -65,7 +65,7 @@ LEAST_GAIN = 0.1
 Region = tuple[slice, ...]
 
 
-class ParameterSlice(NamedTuple):
+class ParameterRegion(NamedTuple):
     """A parameter, or some of its rows or columns."""
 
     whole: Tensor
@@ -85,7 +85,7 @@ class MeasuredLayer:
     """"linear", "columns" (Conv1D), "embedding", "norm" or "white"."""
     module: nn.Module
     """A hook samples its first input, or its output where that is the input of the LM head."""
-    parts: dict[str, ParameterSlice]
+    parts: dict[str, ParameterRegion]
     """"weight", and "bias" where there is one."""
     inputs: int = 0
     """M; 0 for embeddings, and where nothing is sampled."""
@@ -281,7 +281,7 @@ class LayerStack:
         return _stacked([layer.parts[name] for layer in self.layers])
 
 
-def _stacked(parts: list[ParameterSlice]) -> Tensor:
+def _stacked(parts: list[ParameterRegion]) -> Tensor:
     values = torch.stack([part.values() for part in parts])
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -345,19 +345,19 @@ def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[Measured
             continue
         if isinstance(module, nn.Embedding):
             yield MeasuredLayer(
-                name, "embedding", module, {"weight": ParameterSlice(own["weight"], ())}
+                name, "embedding", module, {"weight": ParameterRegion(own["weight"], ())}
             )
         elif own.get("weight") is head is not None:
             continue  # the model multiplies by it without calling the module
         elif (kind := _linear_kind(module)) and "weight" in own:
             yield from _linear_layers(name, kind, module, own, pairs)
         elif (plus := norm_offset(module, own)) is not None:
-            parts = {key: ParameterSlice(own[key], ()) for key in ("weight", "bias") if key in own}
+            parts = {key: ParameterRegion(own[key], ()) for key in ("weight", "bias") if key in own}
             yield MeasuredLayer(name, "norm", module, parts, plus=plus)
         else:
             yield from _white_layers(name, module, own, pairs)
     if isinstance(head, Tensor) and head.requires_grad:
-        parts = {"weight": ParameterSlice(head, ())}
+        parts = {"weight": ParameterRegion(head, ())}
         yield MeasuredLayer("lm_head", "linear", model, parts, head.shape[1], of_output=True)
 
 
@@ -377,10 +377,12 @@ def _linear_layers(
     for start, stop in rows_outside(pairs, weight, size):
         at: Region = () if stop - start == size else (slice(start, stop),)
         parts = {
-            "weight": ParameterSlice(weight, (slice(None), *at) if at and kind == "columns" else at)
+            "weight": ParameterRegion(
+                weight, (slice(None), *at) if at and kind == "columns" else at
+            )
         }
         if "bias" in own:
-            parts["bias"] = ParameterSlice(own["bias"], at)
+            parts["bias"] = ParameterRegion(own["bias"], at)
         yield MeasuredLayer(name, kind, module, parts, weight.shape[kind != "columns"])
 
 
@@ -391,5 +393,5 @@ def _white_layers(
         if p.ndim > 1:
             for start, stop in rows_outside(pairs, p, len(p)):
                 at: Region = () if stop - start == len(p) else (slice(start, stop),)
-                part = {"weight": ParameterSlice(p, at)}
+                part = {"weight": ParameterRegion(p, at)}
                 yield MeasuredLayer(f"{name}.{key}".lstrip("."), "white", module, part)

@@ -1,4 +1,4 @@
-"""The double cone: the meaning of a Lipschitz constant, as a picture.
+"""The double cone of a Lipschitz constant, checked at points and drawn.
 
     |f(x) - f(x_0)| <= L |x - x_0|
 

@@ -1,8 +1,7 @@
-"""fenchel/sensitivity/cone.py: the double cone, checked and drawn."""
+"""fenchel/sensitivity/lipschitz_cone.py: the double cone, checked and drawn."""
 
 import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity import cone, jacobian, spectral_norm
+from fenchel.sensitivity import cone, jacobian, lipschitz_cone, spectral_norm
 
-MODULE = sys.modules[cone.__module__]  # the package shows the function under the same name
 Draw = Callable[..., Tensor]
 
 
@@ -67,7 +65,7 @@ def test_without_matplotlib_the_error_names_the_extra_to_install(
             raise ImportError(name)
         return real(name, package)
 
-    monkeypatch.setattr(MODULE, "import_module", missing)
+    monkeypatch.setattr(lipschitz_cone, "import_module", missing)
     with pytest.raises(ImportError, match=r"pip install \"fenchel\[plot\]\""):
         cone(torch.sin, 0.0, 1.0).plot()
 
@@ -92,7 +90,7 @@ class Recorder:
 def test_the_picture_has_a_sharp_tip_and_goes_where_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(MODULE, "import_module", lambda _: SimpleNamespace(Figure=Recorder))
+    monkeypatch.setattr(lipschitz_cone, "import_module", lambda _: SimpleNamespace(Figure=Recorder))
     drawn = cone(torch.sin, 0.0, 0.9).plot("cone.svg", "cone.webp")
     assert drawn.settings["figsize"] == (6.0, 4.2)
     assert drawn.settings["dpi"] == 160
