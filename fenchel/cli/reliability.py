@@ -13,8 +13,8 @@ from fenchel.report.html import (
     document,
     element,
     format_number,
-    join,
     notes,
+    page_header,
     shorten,
     table,
 )
@@ -45,13 +45,7 @@ def page(name: str, text: str, result: Confidence) -> str:
     beside = element("div", _sentences(result), _measures(kinds), class_="half")
     charts = element("div", figure_, beside, class_="charts")
     section = Section(anchor="reliability", title="Reliability", body=charts)
-    header = join(
-        (
-            element("p", element("span", "fenchel", class_="mark"), " calibration", class_="over"),
-            element("h1", shorten(name, 200)),
-            element("p", f"on {shorten(text, 200)}", class_="lead"),
-        )
-    )
+    header = page_header("calibration", shorten(name, 200), f"on {shorten(text, 200)}")
     return document(title=f"{shorten(name, 200)} · calibration", header=header, sections=[section])
 
 

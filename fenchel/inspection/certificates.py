@@ -29,7 +29,7 @@ heads, G heads of keys and values, D width of a head.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,11 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention.prior import PriorSelection
+from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import to_interval
 from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.inspection.trace import InspectedModel
-from fenchel.inspection_result import HeadCertificate, LayerCertificate
+from fenchel.inspection_result import Certificates, HeadCertificate, LayerCertificate
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -102,23 +103,26 @@ def certify_layers(
     layers: Sequence[int],
     search: Search,
     generator: torch.Generator,
-    progress: Callable[[int], None],
-) -> list[LayerCertificate]:
-    """Certificates of the layers with indices ``layers`` on ids (1, T).
-
-    ``progress`` is called with the number of layers done.
-    """
+    progress: ProgressCallback,
+) -> Certificates:
+    """Certificates of the layers with indices ``layers`` on ids (1, T)."""
     layer_count(model)
     assert isinstance(model, OurModel)
     records = record_pass(model.model, ids).records
     certificates = []
     for done, index in enumerate(layers):
-        progress(done)
+        progress("certificates", done, len(layers))
         certificates.append(
             certify_layer(records[index], index + 1, radius, norm, search, generator)
         )
-    progress(len(layers))
-    return certificates
+    progress("certificates", len(layers), len(layers))
+    return Certificates(
+        level="block" if search.blocks else "attention",
+        radius=radius,
+        norm=norm,
+        dtype=str(search.dtype).removeprefix("torch."),
+        layers=certificates,
+    )
 
 
 def certify_layer(

@@ -16,7 +16,7 @@ J is the derivative of x_L in x_0: the product of those of the blocks, whose gra
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
@@ -24,14 +24,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import operator_norm, to_interval
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.trace import ForwardTrace
 from fenchel.inspection_result import BlockResult, Influence, Method, Network
 from fenchel.sensitivity.operator import Operator
 
-STEPS = 3
-"""Stream, influence, logits."""
+_STEPS = 3  # stream, influence, logits
 SPANS, AGAIN = 10, 1
 """Rows of the influence map, and how often the last one is drawn again for its error."""
 
@@ -42,20 +42,17 @@ def network(
     layers: list[BlockResult],
     method: Method,
     generator: torch.Generator,
-    progress: Callable[[int], None],
+    progress: ProgressCallback,
 ) -> Network:
-    """The network of blocks whose derivatives are ``steps``; ``layers`` are those measured.
-
-    ``progress`` is called with the number of ``STEPS`` that are done.
-    """
-    progress(0)
+    """The network of blocks whose derivatives are ``steps``; ``layers`` are those measured."""
+    progress("network", 0, _STEPS)
     L = len(steps)
     J = reduce(lambda before, step: step @ before, steps)
     sigma = operator_norm(J, method, generator)
     assert isinstance(sigma.right, Tensor)
-    progress(1)
+    progress("network", 1, _STEPS)
     tokens = influence(J, generator)
-    progress(2)
+    progress("network", 2, _STEPS)
     logits = None
     if trace.lm_head is not None:
         out = derivative(trace.lm_head, trace.blocks[-1].output) @ J
@@ -63,7 +60,7 @@ def network(
         logits = to_interval(
             operator_norm(out.T, few, generator)
         )  # logits are fewer: a better start
-    progress(STEPS)
+    progress("network", _STEPS, _STEPS)
     norms = [_log(layer.block.lower) for layer in layers]
     return Network(
         stream=to_interval(sigma),

@@ -11,7 +11,6 @@ from one seed.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from fenchel.attention.statistics import pack_weights
 from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
-from fenchel.inspection.end_to_end import STEPS, network
+from fenchel.inspection.end_to_end import network
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.precision import precision
@@ -29,12 +28,10 @@ from fenchel.inspection.trace import (
     BlockTrace,
     ForwardTrace,
     InspectedModel,
-    TokenizedText,
     tokenize_text,
 )
 from fenchel.inspection_result import (
     BlockResult,
-    Certificates,
     Certification,
     Head,
     Inspection,
@@ -82,7 +79,8 @@ def inspect(
     generator = torch.Generator().manual_seed(seed)
     model.model.to(device)
     with clock("reading"):
-        trace = model.trace(torch.tensor([text.ids], device=device))
+        ids = torch.tensor([text.ids], device=device)
+        trace = model.trace(ids)
     require_finite(trace)
     method = Method(
         dtype="float32",
@@ -111,15 +109,14 @@ def inspect(
                 )
             report("blocks", len(chosen), len(chosen))
         with clock("network"):
-            network_report = partial(_network_progress, report)
-            network_result = network(trace, steps, block_results, method, generator, network_report)
+            network_result = network(trace, steps, block_results, method, generator, report)
         with clock("precision"):
             precision_result = precision(trace, model.model, head_results, method, generator)
     certificates = None
     if radius is not None:
         with clock("certificates"):
-            certificates = _certificates(
-                model, text, radius, norm, chosen, Search(), device, generator, report
+            certificates = certify_layers(
+                model, ids, radius, norm, chosen, Search(), generator, report
             )
     return Inspection(
         subject=model.facts() | _sizes(trace.blocks) | {"causal": trace.causal},
@@ -160,15 +157,15 @@ def certify_model(
     model.model.to(device)
     chosen = _chosen(layers, layer_count(model), "layer")
     with clock("certificates"):
-        certificates = _certificates(
+        ids, generator = torch.tensor([text.ids], device=device), torch.Generator()
+        certificates = certify_layers(
             model,
-            text,
+            ids,
             radius,
             norm,
             chosen,
             search,
-            device,
-            torch.Generator().manual_seed(seed),
+            generator.manual_seed(seed),
             progress or _no_progress,
         )
     return Certification(
@@ -180,27 +177,6 @@ def certify_model(
         certificates=certificates,
         seconds=clock.seconds,
     )
-
-
-def _certificates(
-    model: InspectedModel,
-    text: TokenizedText,
-    radius: float,
-    norm: str,
-    layers: Sequence[int],
-    search: Search,
-    device: str,
-    generator: torch.Generator,
-    report: ProgressCallback,
-) -> Certificates:
-    def done(count: int) -> None:
-        report("certificates", count, len(layers))
-
-    ids = torch.tensor([text.ids], device=device)
-    certified = certify_layers(model, ids, radius, norm, layers, search, generator, done)
-    dtype = str(search.dtype).removeprefix("torch.")
-    level = "block" if search.blocks else "attention"
-    return Certificates(level=level, radius=radius, norm=norm, dtype=dtype, layers=certified)
 
 
 def maps(calls: Sequence[AttentionCall], layers: Sequence[int], heads: Sequence[int]) -> Maps:
@@ -296,10 +272,6 @@ class _Clock:
         begun = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
-
-
-def _network_progress(report: ProgressCallback, done: int) -> None:
-    report("network", done, STEPS)
 
 
 def _no_progress(_stage: str, _done: int, _total: int) -> None:

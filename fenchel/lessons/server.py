@@ -57,7 +57,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
-from fenchel.report.html import Html, Section, document, element, join, pluralise
+from fenchel.report.html import Html, Section, document, element, join, page_header, pluralise
 from fenchel.server.guard import Guard
 
 HOST = "127.0.0.1"
@@ -228,14 +228,8 @@ def index_page(solved: set[str]) -> str:
         "predict, move a control, read why, solve an exercise, and see the same on a model of your "
         "own. Every statement is computed while you read."
     )
-    header = join(
-        [
-            element("p", element("span", "fenchel", class_="mark"), " · lessons", class_="over"),
-            element("h1", "Attention, from slopes to scores"),
-            element("p", lead, class_="lead"),
-            element("p", f"{len(solved)} of {len(COURSE)} exercises solved.", class_="note"),
-        ]
-    )
+    done = element("p", f"{len(solved)} of {len(COURSE)} exercises solved.", class_="note")
+    header = page_header("· lessons", "Attention, from slopes to scores", lead, below=done)
     sections = [
         Section(
             anchor=f"part-{number}",

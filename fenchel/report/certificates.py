@@ -20,6 +20,7 @@ from fenchel.report.html import (
     heat_values,
     join,
     notes,
+    page_header,
     picture,
     pluralise,
     shorten,
@@ -101,14 +102,7 @@ def _header(result: Certification, name: str) -> Html:
         f"{format_number(result.certificates.radius, 4)} about the first "
         f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
     )
-    return join(
-        (
-            element("p", element("span", "fenchel", class_="mark"), " certificates", class_="over"),
-            element("h1", name),
-            element("p", sentence, class_="lead"),
-        ),
-        "\n",
-    )
+    return page_header("certificates", name, sentence)
 
 
 def _ends_picture(layers: Sequence[LayerCertificate]) -> dict[str, Any]:

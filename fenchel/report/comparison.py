@@ -17,7 +17,6 @@ import numpy as np
 
 from fenchel.report.curves import CHARTS, Chart, axis_choice
 from fenchel.report.html import (
-    Html,
     Section,
     amount,
     clean,
@@ -29,8 +28,10 @@ from fenchel.report.html import (
     join,
     join_words,
     notes,
+    page_header,
     picture,
     pluralise,
+    scrolled,
     shorten,
     table,
 )
@@ -203,15 +204,7 @@ def render(comparison: Comparison) -> str:
     """The whole page as text."""
     names = comparison.names
     title = f"{pluralise(len(names), 'run')} compared"
-    mark = element("span", "fenchel", class_="mark")
-    header = join(
-        (
-            element("p", mark, " comparison", class_="over"),
-            element("h1", title),
-            element("p", f"{join_words(list(names))}.", class_="lead"),
-        ),
-        "\n",
-    )
+    header = page_header("comparison", title, f"{join_words(list(names))}.")
     sections = [_results(comparison), _curves(comparison), _settings(comparison)]
     return document(title=f"{title} · fenchel", header=header, sections=sections)
 
@@ -232,7 +225,7 @@ def _results(comparison: Comparison) -> Section:
         if "bits_per_byte" in result
     ]
     bars = sorted(ranked, key=lambda bar: bar["value"])
-    body = [notes(comparison.notes), _scrolled(table(head, rows, caption=about), "Results")]
+    body = [notes(comparison.notes), scrolled(table(head, rows, caption=about), "Results")]
     pictures = {}
     if len(bars) > 1:
         longest = max(len(bar["name"]) for bar in bars)
@@ -241,10 +234,6 @@ def _results(comparison: Comparison) -> Section:
         words = table(("run", "bits per byte"), numbers, caption="Bits per byte")
         body.append(picture("ranking", "Bits per byte", "The lowest first.", words))
     return Section(anchor="results", title="Results", body=join(body, "\n"), pictures=pictures)
-
-
-def _scrolled(child: Html, label: str) -> Html:
-    return element("div", child, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
 def _curves(comparison: Comparison) -> Section:
@@ -291,5 +280,5 @@ def _settings(comparison: Comparison) -> Section:
         rows = [(key, *values) for key, values in comparison.settings.items()]
         caption = "Settings that differ; an empty cell is a setting that was left out"
         words = table(head, rows, caption=caption, numeric=False)
-        body = _scrolled(words, "Settings that differ")
+        body = scrolled(words, "Settings that differ")
     return Section(anchor="settings", title="Settings that differ", body=body)

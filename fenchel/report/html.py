@@ -135,8 +135,24 @@ def flatten(
 
 def details(summary: str, child: Html, *, open_: bool = False) -> Html:
     """A collapsible element whose content scrolls if it is long."""
-    window = element("div", child, class_="scroll", tabindex=0, role="region", aria_label=summary)
-    return element("details", element("summary", summary), window, open=open_)
+    return element("details", element("summary", summary), scrolled(child, summary), open=open_)
+
+
+def scrolled(child: Html, label: str) -> Html:
+    """Content that scrolls if it is wide or long."""
+    return element("div", child, class_="scroll", tabindex=0, role="region", aria_label=label)
+
+
+def page_header(kind: str, title: str, *lead: Child, below: Html | None = None) -> Html:
+    """The top of a page: what kind of page it is, its heading and a sentence."""
+    mark = element("span", "fenchel", class_="mark")
+    parts = (
+        element("p", mark, f" {kind}", class_="over"),
+        element("h1", title),
+        element("p", *lead, class_="lead"),
+        below,
+    )
+    return join(parts, "\n")
 
 
 def notes(sentences: Iterable[str]) -> Html:

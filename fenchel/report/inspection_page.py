@@ -19,6 +19,7 @@ from fenchel.report.html import (
     element,
     facts,
     join,
+    page_header,
     pluralise,
     shorten,
 )
@@ -56,14 +57,7 @@ def _header(result: Inspection, name: str) -> Html:
         f"the first {pluralise(len(result.tokens), 'token')} "
         f"of {shorten(clean(result.text), 80)}."
     )
-    return join(
-        (
-            element("p", element("span", "fenchel", class_="mark"), " inspection", class_="over"),
-            element("h1", name),
-            element("p", sentence, class_="lead"),
-        ),
-        "\n",
-    )
+    return page_header("inspection", name, sentence)
 
 
 def _summary(result: Inspection) -> Section:

@@ -18,6 +18,7 @@ from fenchel.report.html import (
     join,
     join_words,
     notes,
+    scrolled,
     table,
 )
 from fenchel.report.measures import head_measure, head_name
@@ -185,9 +186,7 @@ def meaning(result: Inspection) -> Section:
     body = [
         element("p", about, class_="about"),
         notes(remarks),
-        element(
-            "div", scales, class_="scroll", tabindex=0, role="region", aria_label="Healthy ranges"
-        ),
+        scrolled(scales, "Healthy ranges"),
     ]
     return Section(anchor="meaning", title="What the numbers mean", body=join(body, "\n"))
 

@@ -23,6 +23,7 @@ from fenchel.report.html import (
     join,
     join_words,
     notes,
+    page_header,
     picture,
     shorten,
     table,
@@ -52,18 +53,11 @@ def header(run: RunData) -> Html:
     badge = element(
         "span", element("span", sign, aria_hidden="true"), f" {word}", class_=f"status {kind}"
     )
-    mark = element("span", "fenchel", class_="mark")
-    reason = run.summary.get("reason")
-    has_reason = isinstance(reason, str) and reason.strip()
-    return join(
-        (
-            element("p", mark, " training report", class_="over"),
-            element("h1", shorten(run.name, 200)),
-            element("p", badge, f" {_sentence(run, kind)}", class_="lead"),
-            element("p", shorten(str(reason), 2000), class_="reason") if has_reason else None,
-        ),
-        "\n",
-    )
+    reason, below = run.summary.get("reason"), None
+    if isinstance(reason, str) and reason.strip():
+        below = element("p", shorten(reason, 2000), class_="reason")
+    name, sentence = shorten(run.name, 200), f" {_sentence(run, kind)}"
+    return page_header("training report", name, badge, sentence, below=below)
 
 
 def headline(run: RunData) -> Section:

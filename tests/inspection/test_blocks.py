@@ -126,7 +126,7 @@ def test_the_network_is_the_product_of_its_blocks(
     blocks = steps(trace)
     passed = enumerate(zip(trace.blocks, blocks, strict=True), 1)
     layers = [measure_block(p, step, i, METHOD, draw()) for i, (p, step) in passed]
-    found = network(trace, blocks, layers, METHOD, draw(), lambda _: None)
+    found = network(trace, blocks, layers, METHOD, draw(), lambda *_: None)
     parts = matrices
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))

@@ -158,13 +158,18 @@ def test_some_layers_are_certified_where_others_are_refused() -> None:
         stored="float64",
         reads_out=True,
     )
-    done: list[int] = []
+    done: list[tuple[str, int, int]] = []
     generator = torch.Generator().manual_seed(0)
     search = Search(steps=1, restarts=0)
-    found = certify_layers(model, IDS, 0.1, "fro", [0, 1], search, generator, done.append)
-    assert [layer.refused is None for layer in found] == [False, True]
-    assert done == [0, 1, 2]
-    assert found[1].upper is not None
+
+    def progress(*report: Any) -> None:
+        done.append(report)
+
+    found = certify_layers(model, IDS, 0.1, "fro", [0, 1], search, generator, progress)
+    assert (found.level, found.dtype) == ("attention", "float64")
+    assert [layer.refused is None for layer in found.layers] == [False, True]
+    assert done == [("certificates", n, 2) for n in range(3)]
+    assert found.layers[1].upper is not None
 
 
 def test_a_layer_that_does_not_compute_what_the_model_computes_is_not_certified() -> None:
