@@ -168,7 +168,7 @@ def test_every_error_of_the_compiler_is_of_one_class() -> None:
         assert issubclass(error, torch_internals.compile_error())
 
 
-def test_a_compiler_that_fails_is_told_from_a_function_that_raises() -> None:
+def test_a_failure_of_the_compiler_differs_from_an_exception_of_the_function() -> None:
     def failure(compiled: Callable[[], object]) -> Exception:
         torch.compiler.reset()
         with pytest.raises(Exception) as caught:

@@ -163,7 +163,7 @@ def test_the_band_of_a_prior_is_the_prior(prior: Prior) -> None:
     torch.testing.assert_close(log_u.where(open_, -INF), wanted)
 
 
-def test_a_subclass_of_a_band_is_none_unless_it_says_so() -> None:
+def test_a_subclass_of_a_band_is_a_band_only_if_it_defines_it() -> None:
     class Odd(Causal):
         def admits(self, at: ScoreIndex) -> torch.Tensor:
             return super().admits(at) & (at.j % 2 == 1)

@@ -91,7 +91,7 @@ def test_a_layer_shows_the_mean_or_the_largest_of_its_heads(result: Inspection) 
     assert shown["1/s"][1] == "0.9"
 
 
-def test_a_certificate_without_an_upper_end_says_none() -> None:
+def test_a_certificate_without_an_upper_end_shows_none() -> None:
     centre = Interval(0.5, 0.5, 3)
     head = HeadCertificate(head=2, centre=centre, upper=None)
     layer = LayerCertificate(
