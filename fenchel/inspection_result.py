@@ -233,10 +233,8 @@ class Certification:
     seconds: dict[str, float]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON: lists, dicts, numbers, strings and None."""
-        plain = _plain(self, set())
-        assert isinstance(plain, dict)
-        return plain
+        """As JSON has it: None for what is not finite."""
+        return dict(_plain(self, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,13 +281,9 @@ class Inspection:
     maps: Maps
     seconds: dict[str, float]
 
-    def plain(self, *, maps: bool = False, rows: bool = False) -> dict[str, Any]:
-        """As JSON has it: None for what is not finite; maps and the rows of heads are optional."""
-        without = set() if maps else {"maps"}
-        without |= set() if rows else {"rows"}
-        plain = _plain(self, without)
-        assert isinstance(plain, dict)
-        return plain
+    def plain(self, *, rows: bool = False) -> dict[str, Any]:
+        """As JSON has it, without maps: None for what is not finite; ``rows`` of heads if asked."""
+        return dict(_plain(self, ("maps",) if rows else ("maps", "rows")))
 
 
 def _plain(value: Any, without: Collection[str]) -> Any:

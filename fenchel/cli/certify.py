@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from fenchel.cli.console import Console, Whole, device_and_dtype
-from fenchel.cli.inspect import NormName, numbers, require_ours
+from fenchel.cli.inspect import NormName, numbers, require_ours, show
 
 PAGE = Path("certificates.html")
 
@@ -108,8 +108,6 @@ def run(
         return 0
     from fenchel.cli.inspection_tables import certificate_tables
 
-    for table in certificate_tables(certification.certificates, certification.tokens):
-        Console().terminal.print(table)
-    Console().message(certification.subject["begin"])
-    print(f"Page  {target}")
+    certified = certificate_tables(certification.certificates, certification.tokens)
+    show(certified, [certification.subject["begin"]], target)
     return 0

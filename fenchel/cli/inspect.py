@@ -1,15 +1,14 @@
 """fenchel inspect: what a checkpoint's attention does on a text."""
 
 import json as json_format
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from rich.table import Table
 
 from fenchel.cli.console import Console, Whole, device_and_dtype
-
-if TYPE_CHECKING:
-    from fenchel.inspection import Inspection
 
 PAGE = Path("inspection.html")
 NormName = Literal["fro", "token"]
@@ -110,8 +109,11 @@ def run(
     if json:
         print(json_format.dumps(result.plain(rows=rows)))
         return 0
-    _show(result, Console())
-    print(f"Page  {target}")
+    from fenchel.cli.inspection_tables import tables
+
+    sentences = [result.subject["begin"]]
+    sentences += [result.precision.statement] if result.precision else []
+    show(tables(result), sentences, target)
     return 0
 
 
@@ -146,11 +148,11 @@ def require_ours(path: Path) -> None:
             raise ValueError(f"{path} exists and is not a page of fenchel; choose another --out.")
 
 
-def _show(result: "Inspection", console: Console) -> None:
-    from fenchel.cli.inspection_tables import tables
-
-    for table in tables(result):
+def show(tables: Iterable[Table], sentences: Iterable[str], page: Path | None) -> None:
+    """Print tables, sentences below them, and where the page is."""
+    console = Console()
+    for table in tables:
         console.terminal.print(table)
-    console.message(result.subject["begin"])
-    for sentence in (result.precision.statement,) if result.precision else ():
+    for sentence in sentences:
         console.message(sentence)
+    print(f"Page  {page}")

@@ -22,7 +22,7 @@ measured a few at a time, so that their weights stay in the cache.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ from torch import Tensor
 from fenchel.attention import AttentionCall
 from fenchel.attention.prior import PriorSelection
 from fenchel.attention.tiles import row_tiles, score_tiles
+from fenchel.inspection.blocks import operator_norm
 from fenchel.inspection.linearisation import strip
 from fenchel.inspection_result import Head, Interval, Method, Quantiles
-from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
 from fenchel.sensitivity.bounds.covariance import terms
 from fenchel.sensitivity.operator import Operator
@@ -211,8 +211,8 @@ def heads(
         sigma, bound, top = sensitivities(part, method, generator)
         for place, head in enumerate(batch):
             of_head = {name: bracket[place] for name, bracket in sigma.items()}
-            result = _head(stats, place, layer, head + 1, of_head, bound[place], top[place])
-            yield replace(result, **_nearest_head(alike[head]))
+            numbers = layer, head + 1
+            yield _head(stats, place, numbers, of_head, bound[place], top[place], alike[head])
 
 
 def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
@@ -241,56 +241,42 @@ def sensitivities(
     sigma, top = {}, torch.zeros(())
     for wrt in which:
         J = AttentionJacobian(rows, v[..., :1] if wrt == "v" else v, wrt, each=True)
-        bracket = spectral_norm(
-            WithCeiling(J, bound_terms.separate(wrt)),
-            tol=method.tolerance,
-            failure=method.failure,
-            iterations=method.iterations,
-            generator=generator,
-        )
+        bracket = operator_norm(WithCeiling(J, bound_terms.separate(wrt)), method, generator)
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
         sigma[wrt] = [Interval(low, high, bracket.iterations) for low, high in ends]
         top = bracket.values[0]
     return Sensitivities(sigma, bound_terms.separate("qkv")[0].tolist(), top.tolist())
 
 
-def _nearest_head(alike: Tensor) -> dict[str, Any]:
-    """The most similar of the other heads, by its number from 1."""
-    if len(alike) < 2:
-        return {"nearest_head": None, "similarity": 0.0}
-    best = alike.max(0)
-    return {"nearest_head": int(best.indices) + 1, "similarity": float(best.values)}
-
-
 def _head(
     stats: RowStats,
     place: int,
-    layer: int,
-    head: int,
+    numbers: tuple[int, int],
     sigma: dict[str, Interval],
     bound: float,
     top: list[float],
+    alike: Tensor,
 ) -> Head:
-    numbers = {name: getattr(stats, name)[place] for name in _QUANTILES if name != "effective"}
-    numbers["effective"] = numbers["entropy"].exp()
-    most = stats.columns[place].max(0)
+    rows = {name: getattr(stats, name)[place] for name in _QUANTILES if name != "effective"}
+    rows["effective"] = rows["entropy"].exp()
+    most, nearest, alone = stats.columns[place].max(0), alike.max(0), len(alike) < 2
     dominant = max("qkv", key=lambda name: sigma[name].lower)
     return Head(
-        layer=layer,
-        head=head,
-        **{name: quantiles(numbers[name]) for name in _QUANTILES},
+        layer=numbers[0],
+        head=numbers[1],
+        **{name: quantiles(rows[name]) for name in _QUANTILES},
         first=float(stats.first[place].mean()),
         itself=float(stats.itself[place].mean()),
         distance=float(stats.distance[place].mean()),
         column=float(most.values),
         column_token=int(most.indices),
-        nearest_head=None,
-        similarity=0.0,
+        nearest_head=None if alone else int(nearest.indices) + 1,
+        similarity=0.0 if alone else float(nearest.values),
         sigma=sigma,
         top=top,
         dominant=_CAUSES[dominant],
         bound=bound,
-        rows={name: numbers[name].tolist() for name in _QUANTILES},
+        rows={name: rows[name].tolist() for name in _QUANTILES},
     )
 
 

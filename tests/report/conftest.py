@@ -283,7 +283,7 @@ def bracket(draw: random.Random) -> dict[str, float]:
 
 
 def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
-    """What ``Inspection.plain(maps=True, rows=True)`` gives, drawn at random."""
+    """What ``Inspection.plain(rows=True)`` gives, with maps, drawn at random."""
     draw = random.Random(0)
     spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
     size = min(tokens, 8)
