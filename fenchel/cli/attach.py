@@ -4,11 +4,9 @@ import json as json_format
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
-from fenchel.cli.console import Whole
+from fenchel.cli.console import Json, Whole
 
 if TYPE_CHECKING:
     from fenchel.checkpoints.directory import CheckpointDirectory
@@ -30,7 +28,7 @@ def run(
     context: Whole = 256,
     tokens: Whole = 4096,
     out: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Swap the attention of a transformers checkpoint, and prove that the swap took effect.
 
@@ -55,8 +53,6 @@ def run(
     out
         Save the checkpoint with the map in its config to this directory, which must not exist.
         Weights, tokenizer and generation settings are copied unchanged.
-    json
-        Print one JSON object instead of tables.
     """
     from fenchel.checkpoints.hf_export import write_copy
     from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer

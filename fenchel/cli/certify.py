@@ -2,11 +2,9 @@
 
 import json as json_format
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
-from fenchel.cli.console import Console, Whole, device_and_dtype
+from fenchel.cli.console import Console, Device, Json, Switch, Whole, device_and_dtype
 from fenchel.cli.inspect import NormName, numbers, require_ours, show
 
 PAGE = Path("certificates.html")
@@ -22,15 +20,15 @@ def run(
     out: Path | None = None,
     max_tokens: Whole = 64,
     layers: str | None = None,
-    heads: Annotated[bool, Parameter(negative="")] = False,
-    blocks: Annotated[bool, Parameter(negative="")] = False,
+    heads: Switch = False,
+    blocks: Switch = False,
     steps: Whole = 20,
     restarts: Whole = 1,
     failure: float = 1e-9,
-    device: str | None = None,
+    device: Device = None,
     dtype: Literal["float64", "float32"] = "float64",
     seed: Whole = 0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """How sensitive attention can be anywhere in a ball around a text: a table, JSON and a page.
 
@@ -65,14 +63,10 @@ def run(
         Random points of the ball from which it starts, in addition to others.
     failure
         Probability that a norm at the centre, from which upper ends follow, is too small.
-    device
-        "cpu" or "cuda"; the GPU where there is one.
     dtype
         float32 is faster; the norm at the centre is then that of products rounded in float32.
     seed
         The same seed gives the same numbers.
-    json
-        Print one JSON object instead of a table.
     """
     chosen = numbers(layers, "--layers")
     target = out if json else out or PAGE

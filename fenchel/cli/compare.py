@@ -2,13 +2,11 @@
 
 import json as json_format
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.cli.console import Console
+from fenchel.cli.console import Console, Json
 from fenchel.cli.inspect import require_ours
 from fenchel.files import printable
 
@@ -16,7 +14,7 @@ from fenchel.files import printable
 def run(
     *runs: Path,
     out: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Compare runs: results, the settings that differ, and curves in one page.
 
@@ -26,8 +24,6 @@ def run(
         Two or more run directories; of an unfinished run, what exists.
     out
         Write a page with the curves of all runs to this file.
-    json
-        Print one JSON object instead of tables.
     """
     if out is not None:
         require_ours(out)

@@ -70,6 +70,14 @@ Whole = Annotated[int, Parameter(converter=_whole)]
 """A flag that takes a whole number."""
 Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """Text of a person, which may begin with a hyphen."""
+Switch = Annotated[bool, Parameter(negative="")]
+"""A flag without a value, and without its opposite."""
+Json = Annotated[Switch, Parameter(help="Print one JSON object instead of text.")]
+"""--json."""
+Device = Annotated[
+    str | None, Parameter(help='"cpu", "cuda" or "cuda:1"; the GPU by default where there is one.')
+]
+"""--device."""
 
 
 def device_and_dtype(

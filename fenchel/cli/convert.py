@@ -2,11 +2,9 @@
 
 import json as json_format
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
-from fenchel.cli.console import DtypeName
+from fenchel.cli.console import DtypeName, Json, Switch
 
 
 def run(
@@ -17,9 +15,9 @@ def run(
     dtype: DtypeName | None = None,
     which: Literal["best", "newest"] = "best",
     adapter: Path | None = None,
-    peft: Annotated[bool, Parameter(negative="")] = False,
-    force: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    peft: Switch = False,
+    force: Switch = False,
+    json: Json = False,
 ) -> int:
     """Write a run or a checkpoint as a Hugging Face directory.
 
@@ -40,8 +38,6 @@ def run(
         are merged into the weights.
     force
         Replace the contents of OUT.
-    json
-        Print one JSON object instead of a sentence.
     """
     import torch
 

@@ -3,14 +3,15 @@
 import json as json_format
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from fenchel.cli.console import Json
 from fenchel.files import printable
 
 _TOKENS = 128
@@ -29,9 +30,7 @@ EXTRAS = {
 }
 
 
-def run(
-    directory: Path | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False
-) -> int:
+def run(directory: Path | None = None, /, *, json: Json = False) -> int:
     """What this machine can do, and whether a run directory or a checkpoint is sound.
 
     Parameters
@@ -40,8 +39,6 @@ def run(
         A run directory to check, every byte of its checkpoints and token files, or a Hugging Face
         directory: every byte where fenchel wrote it, else settings, headers and numbers. The model
         is then run on a few tokens to find common mistakes, such as a scale applied twice.
-    json
-        Print one JSON object instead of tables.
     """
     checked: dict[str, dict[str, str]] = {}
     if directory is not None:
@@ -151,11 +148,8 @@ def check_checkpoint(directory: Path) -> dict[str, str]:
         TOKENIZER: lambda: read_tokenizer(directory),
         GENERATION: lambda: read_generation_config(directory),
     }
-    verdicts = {}
-    for name, check_part in parts.items():
-        if name == "weights" or has_file(directory, name):
-            verdicts[name] = _verdict(check_part)
-    return verdicts
+    present = (name for name in parts if name == "weights" or has_file(directory, name))
+    return {name: _verdict(parts[name]) for name in present}
 
 
 def find_pitfalls(directory: Path) -> dict[str, str]:
@@ -179,14 +173,13 @@ def find_pitfalls(directory: Path) -> dict[str, str]:
     else:
         ids = tokenizer.encode(_TEXT)[:length]
     found = pitfalls(model, torch.tensor([ids]))
-    said = {each.name: "none found" for each in PITFALLS}
+    said = {each.name: list[str]() for each in PITFALLS}
     for one in found:
-        before = "" if said[one.pitfall] == "none found" else f"{said[one.pitfall]}\n"
-        said[one.pitfall] = f"{before}{one.sentence}"
-    remedies = {one.pitfall: one.remedy for one in found}
+        said[one.pitfall].append(one.sentence)
+    remedies = {one.pitfall: [one.remedy] for one in found}
     return {
-        name: f"{text}\n{remedies[name]}" if name in remedies else text
-        for name, text in said.items()
+        name: "\n".join(sentences + remedies[name]) if sentences else "none found"
+        for name, sentences in said.items()
     }
 
 
@@ -208,17 +201,8 @@ def check_run(directory: Path) -> dict[str, str]:
     run.require_run()
     verdicts = run.check_files()
     for folder in run_checkpoint.folders(run.checkpoints):
-        try:
-            run_checkpoint.check(folder)
-            verdicts[folder.name] = "intact"
-        except ValueError as error:  # damaged, or of another format
-            verdicts[folder.name] = str(error)
-    try:
-        open_corpus(directory)
-        verdicts["tokens"] = "intact"
-    except ValueError as error:
-        verdicts["tokens"] = str(error)
-    return verdicts
+        verdicts[folder.name] = _verdict(partial(run_checkpoint.check, folder))
+    return verdicts | {"tokens": _verdict(lambda: open_corpus(directory))}
 
 
 def _show(title: str, rows: dict[str, Any]) -> None:

@@ -4,13 +4,14 @@ import json as json_format
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any, Literal
 
 from fenchel.cli.console import (
     Console,
+    Device,
     DtypeName,
+    Json,
+    Switch,
     Whole,
     break_lines,
     device_and_dtype,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
         TextEvaluation,
     )
 
-Switch = Annotated[bool, Parameter(negative="")]
-
 
 def run(
     directory: Path,
@@ -45,9 +44,9 @@ def run(
     save: Switch = False,
     page: Path | None = None,
     adapter: Path | None = None,
-    device: str | None = None,
+    device: Device = None,
     dtype: DtypeName | None = None,
-    json: Switch = False,
+    json: Json = False,
 ) -> int:
     """Loss, perplexity, bits per byte and calibration of a model on a text.
 
@@ -82,13 +81,9 @@ def run(
         Write the reliability diagram to this file, which must not exist; implies --calibration.
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
-    device
-        "cpu", "cuda" or "cuda:1"; the GPU by default where there is one.
     dtype
         "float32", "bfloat16", "float16" or "float64"; that of the checkpoint by default, or
         float32 on a CPU without instructions for it.
-    json
-        Print one JSON object instead of tables.
     """
     if text is not None and split is not None:
         raise ValueError("--split names a part of the run's own text: leave out --text.")

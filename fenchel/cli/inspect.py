@@ -3,12 +3,11 @@
 import json as json_format
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
 from rich.table import Table
 
-from fenchel.cli.console import Console, Whole, device_and_dtype
+from fenchel.cli.console import Console, Device, Json, Switch, Whole, device_and_dtype
 
 PAGE = Path("inspection.html")
 NormName = Literal["fro", "token"]
@@ -25,15 +24,15 @@ def run(
     layers: str | None = None,
     heads: str | None = None,
     blocks: bool = True,
-    branches: Annotated[bool, Parameter(negative="")] = False,
+    branches: Switch = False,
     radius: float | None = None,
     norm: NormName = "fro",
-    rows: Annotated[bool, Parameter(negative="")] = False,
+    rows: Switch = False,
     iterations: Whole | None = None,
     tolerance: float = 0.05,
-    device: str | None = None,
+    device: Device = None,
     seed: Whole = 0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """What a checkpoint's attention does on a text: a table, JSON and a page.
 
@@ -66,12 +65,8 @@ def run(
         ones.
     tolerance
         Relative width of a bracket at which the iteration stops.
-    device
-        "cpu" or "cuda"; the GPU where there is one.
     seed
         The same seed gives the same numbers.
-    json
-        Print one JSON object instead of a table.
     """
     chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
     target = out if json else out or PAGE

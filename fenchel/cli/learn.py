@@ -12,6 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from fenchel.cli.console import Switch
 from fenchel.lessons import COURSE, completed
 from fenchel.lessons import lesson as lesson_of
 
@@ -21,7 +22,7 @@ def run(
     /,
     *,
     port: int | None = None,
-    edit: Annotated[bool, Parameter(negative="")] = False,
+    edit: Switch = False,
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
     browser: bool = True,
 ) -> int:

@@ -3,13 +3,12 @@
 import json as json_format
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.cli.console import Console
+from fenchel.cli.console import Console, Json
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
@@ -33,7 +32,7 @@ def run(
     /,
     *,
     sort: str | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """List built-in texts, presets, families of checkpoints, and runs.
 
@@ -46,8 +45,6 @@ def run(
     sort
         With runs: time (the default, newest first), name, state, optimiser, parameters, steps,
         bits_per_byte (lowest first), loss or tokens_per_second.
-    json
-        Print one JSON object instead of tables.
     """
     if what is not None and what not in SECTIONS:
         hint = did_you_mean(what, SECTIONS)

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, Whole, settings_from
+from fenchel.cli.console import Console, Switch, Whole, settings_from
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
 if TYPE_CHECKING:
     from fenchel.distributed.plan import Cluster, Forecast, Plan
 
-Switch = Annotated[bool, Parameter(negative="")]
 _GB = 1e9
 
 

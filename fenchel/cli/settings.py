@@ -4,17 +4,13 @@ import json as json_format
 from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from fenchel.cli.console import Console
+from fenchel.cli.console import Console, Switch
 from fenchel.config import did_you_mean
 
 if TYPE_CHECKING:
     from fenchel.config import Setting
-
-Switch = Annotated[bool, Parameter(negative="")]
 
 
 def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, Whole, Words, outlive_output, settings_from
+from fenchel.cli.console import Console, Switch, Whole, Words, outlive_output, settings_from
 
 
 @Parameter(name="*")
@@ -29,13 +29,13 @@ class RunFlags:
     """The run directory, by default runs/DATE_TIME_TEXT; refused if it holds a run."""
     resume: Path | None = None
     """Continue the run in this directory, bit for bit as if it had not stopped."""
-    accept_new_text: Annotated[bool, Parameter(negative="")] = False
+    accept_new_text: Switch = False
     """With --resume: continue although the text has changed."""
     processes: Whole | None = None
     """Number of processes to start on this machine by torchrun; they train together."""
     log: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     """Loggers in addition to metrics.jsonl: tensorboard."""
-    json: Annotated[bool, Parameter(negative="")] = False
+    json: Switch = False
     """Print the summary as JSON."""
 
     def short(self) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """fenchel tune: continue a checkpoint on a text, on documents or on conversations."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from fenchel.cli.console import Whole, settings_from
+from fenchel.cli.console import Switch, Whole, settings_from
 from fenchel.cli.train import RunFlags
 
 
@@ -18,7 +16,7 @@ def run(
     lora: Whole | None = None,
     alpha: float | None = None,
     targets: str | None = None,
-    merge: Annotated[bool, Parameter(negative="")] = False,
+    merge: Switch = False,
     epochs: float | None = None,
     config: Path | None = None,
     export: Path | None = None,

@@ -58,10 +58,17 @@ from torch import Tensor, nn
 from fenchel.distributed.context_parallel import positions_of
 from fenchel.distributed.processes import Shape, World
 from fenchel.model.sigma_linear import SigmaLinear
-from fenchel.optim import CombinedOptimiser, OptimConfig, ScoreDescent, build_optimiser
-from fenchel.optim.score import QueryKeyPair, ScoreTrust, attention_pairs
+from fenchel.optim import (
+    CombinedOptimiser,
+    LayerArguments,
+    OptimConfig,
+    QueryKeyPair,
+    ScoreDescent,
+    ScoreTrust,
+    attention_pairs,
+    build_optimiser,
+)
 from fenchel.optim.score.output_change import TOKENS, MeasuredLayer, OutputProbes, TokenSample
-from fenchel.optim.score.pairs import LayerArguments
 from fenchel.optim.score.probe import (
     LayerInput,
     LayerReader,

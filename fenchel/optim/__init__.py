@@ -25,23 +25,21 @@ from fenchel.optim.schedule import (
     warmup_hold,
     warmup_linear,
 )
-from fenchel.optim.score import (
+from fenchel.optim.score import score_bounds
+from fenchel.optim.score.descent import ScoreDescent
+from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
+from fenchel.optim.score.output_change import OutputChange
+from fenchel.optim.score.pairs import (
     HeadProjection,
-    HeadStats,
     LayerArguments,
-    OutputChange,
     QueryKeyLayer,
     QueryKeyPair,
-    ScoreDescent,
-    ScoreTrust,
-    Step,
     attention_pairs,
     pass_gradients,
     remaining_parameters,
-    remove_gauge,
-    score_bounds,
-    score_step,
 )
+from fenchel.optim.score.step_size import HeadStats
+from fenchel.optim.score.trust import ScoreTrust
 
 __all__ = [
     "CombinedOptimiser",

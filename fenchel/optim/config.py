@@ -55,8 +55,9 @@ from fenchel.optim import first_order, schedule
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
-from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
-from fenchel.optim.score.pairs import pass_gradients, remaining_parameters
+from fenchel.optim.score.descent import ScoreDescent
+from fenchel.optim.score.pairs import attention_pairs, pass_gradients, remaining_parameters
+from fenchel.optim.score.trust import ScoreTrust
 
 BETA2_START = 0.99
 """Where a warm-up of beta2 begins: an average over 100 steps."""

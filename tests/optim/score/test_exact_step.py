@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.optim.score import remove_gauge, score_step
+from fenchel.optim import remove_gauge, score_step
 from fenchel.optim.score.exact_step import ScoreMap, WeightMove, cg, whitening
 from fenchel.optim.score.score_bounds import efficiency_lower
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.optim.score import remove_gauge, score_step
+from fenchel.optim import remove_gauge, score_step
 from fenchel.optim.score.exact_step import ScoreMap, WeightMove
 from fenchel.optim.score.score_bounds import (
     decrease_lower,
