@@ -27,8 +27,6 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from torch import Tensor
-
 from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.directory import INDEX, OPTIMISER_INDEX
 from fenchel.checkpoints.run_checkpoint import Progress
@@ -81,7 +79,8 @@ def save(
                     name = _file_name(kind, world.rank, [row[part] for row in counts])
                     run_checkpoint.write_tensors(mine, at / name)
                     sync(at / name)
-                    written[name] = [sha256(at / name), sorted(mine), _bytes(mine)]
+                    nbytes = run_checkpoint.tensor_bytes(mine)
+                    written[name] = [sha256(at / name), sorted(mine), nbytes]
         agreed.require(size, checkpoints)
         files = {name: row for one in world.gather(written) for name, row in one.items()}
         with _Agreed(world) as agreed:
@@ -89,7 +88,8 @@ def save(
                 digests |= {name: row[0] for name, row in files.items()}
                 with full_disk_as_no_space(at):
                     for kind, index in (("model", INDEX), ("optimiser", OPTIMISER_INDEX)):
-                        _write_index(at / index, {n: f for n, f in files.items() if _is(n, kind)})
+                        part_of = {n: f for n, f in files.items() if n.startswith(f"{kind}-")}
+                        _write_index(at / index, part_of)
                     run_checkpoint.write_settings_and_state(at, settings, progress, together)
                 stack.close()  # seals the folder and renames it
         agreed.require(size, checkpoints)
@@ -130,14 +130,6 @@ def _file_name(kind: str, rank: int, counts: list[int]) -> str:
     """
     number, total = sum(map(bool, counts[: rank + 1])), sum(map(bool, counts))
     return f"{kind}-{number:05d}-of-{total:05d}.safetensors"
-
-
-def _is(name: str, kind: str) -> bool:
-    return name.startswith(f"{kind}-")
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return run_checkpoint.tensor_bytes(tensors)
 
 
 def _write_index(path: Path, files: Mapping[str, list[Any]]) -> None:

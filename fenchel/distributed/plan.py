@@ -80,13 +80,9 @@ Overlap is ideal where there is any, and owners' exchange has none. Not in it: t
 launch of kernels in small models, stragglers, evaluation, checkpoints, and the work of ScoreDescent
 and ScoreTrust on scores.
 
-**Measured and assumed.** ``rate`` 440 TFLOP/s is what everything but attention reached in ``fenchel
-train`` of 124M on one H200 (540 thousand tokens/s, bfloat16; bare products of 8192 reach 702), and
-``attention_rate`` 360 is softmax attention of 8k positions there, forward and backward, counted
-as above (entmax is slower). peak 989 is the vendor's number for H100 and H200. Link rates are
-vendors' numbers too: 450 GB/s inside a node, and 50 GB/s per GPU between nodes, one 400 Gbit/s
-adapter each. No cluster was at hand: bytes are checked against torch's own collectives in a
-simulation (``simulate``), and times are a model.
+**Measured and assumed.** ``rate`` and ``attention_rate`` are measured on one H200, the other rates
+are vendors' numbers, and bytes are checked against torch's own collectives in a simulation
+(``simulate``): docs/distributed.md has the evidence for every number. Times are a model.
 """
 
 import time

@@ -10,29 +10,17 @@ and leaves everything else, the value rows of a fused weight included, to Muon a
 lets Muon and AdamW move everything and limits their steps of queries and keys.
 
 **How far the scores move.** A step of ScoreDescent changes the scores of every head by a given root
-mean square, gamma_t = gamma f(t), f the schedule. What is the gamma of a run of n steps? Directions
-of steps far apart are close to independent, so the changes add up in square, as in a random walk:
+mean square, gamma_t = gamma f(t), f the schedule. Over a run the changes add up in square, and
+the root of the sum is what is fixed, ``score_total`` (docs/maths/score_descent.md says why):
 
-    RMS(S_n - S_0)^2  ~  sum over t of gamma_t^2  =  gamma^2 sum over t of f(t)^2
+    gamma = score_total / sqrt(sum over t < n of f(t)^2),      half of the radius at most.
 
-What a head can use over a whole run does not grow with the number of steps it is divided into: much
-less, and the head does not leave its start; much more, and it ends far from where the gradients
-lead. So the root of this sum is what is fixed, ``score_total``, and the peak follows from it,
+A limit is not a target: ScoreTrust's is per step, whatever the length.
 
-    gamma = score_total / sqrt(sum over t < n of f(t)^2),
-
-which falls as 1 / sqrt(n) under every schedule that is stretched with the run. In runs of some ten
-steps it would come near the radius of the ball, and since a step shrinks the scores by the share
-gamma / radius, would leave nothing of them: gamma is half of the radius at most.
-
-The argument leaves open what ``score_total`` is; docs/optimisers.md has the runs behind its
-default, and their limits. A limit is not a target: ScoreTrust's is per step, whatever the length.
-
-**How large the scores are.** Sharp heads are learnt late. The ball of ScoreDescent therefore opens,
-its radius after t steps is ``score_radius`` + ``score_opening`` t, in steps taken, not in shares of
-the run: 400 steps of a run of 2,000 have shown a head no more than a run of 400 has. ScoreTrust,
-which continues from weights that may be sharp, has a constant radius. Under a norm of queries and
-keys the ball of ScoreDescent acts on the gains of the norm, and ScoreTrust has none.
+**How large the scores are.** Sharp heads are learnt late, so the ball of ScoreDescent opens: its
+radius after t steps is ``score_radius`` + ``score_opening`` t. ScoreTrust, which continues from
+weights that may be sharp, has a constant radius. Under a norm of queries and keys the ball of
+ScoreDescent acts on the gains of the norm, and ScoreTrust has none.
 
 **Resuming.** Rates are computed from the settings, also those of a resumed run. With another number
 of steps the rest of the run takes the schedule and the gamma of a run of the new length; changes

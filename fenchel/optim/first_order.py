@@ -6,10 +6,8 @@ With g the gradient at theta, eta the rate, mu the momentum and lambda the decay
     sgd_average   v <- mu v + (1 - mu) g      theta <- theta - eta v
     nesterov      v <- mu v + g               theta <- theta - eta (g + mu v)
 
-where g includes lambda theta. The first two are one method: from v = 0 the average is (1 - mu)
-times the sum, so ``sgd_average`` at eta is ``sgd`` at (1 - mu) eta, ten times shorter at mu = 0.9,
-and is implemented that way. (torch's ``dampening`` = mu is neither: it does not damp the first
-gradient.)
+where g includes lambda theta. ``sgd_average`` at eta is ``sgd`` at (1 - mu) eta, and is implemented
+that way (docs/maths/optimisers.md).
 
     m <- beta1 m + (1 - beta1) g              mh = m / (1 - beta1^t)
     v <- beta2 v + (1 - beta2) g^2            vh = v / (1 - beta2^t)
@@ -17,10 +15,7 @@ gradient.)
     adam_l2       g = gradient + lambda theta      theta <- theta - eta mh / (sqrt(vh) + eps)
     adamw         g = gradient      theta <- (1 - eta lambda) theta - eta mh / (sqrt(vh) + eps)
 
-In ``adam_l2`` the decay is divided by sqrt(vh) like any gradient, so weights with large gradients
-hardly decay; in ``adamw`` all decay at the same rate. Without the bias corrections the first step
-would be (1 - beta1) / sqrt(1 - beta2) = 3.16 eta long. In all of them a parameter group may bring
-its own ``weight_decay`` and ``lr``.
+In all of them a parameter group may bring its own ``weight_decay`` and ``lr``.
 
 ``CombinedOptimiser`` steps several optimisers, each with its own parameters, as one.
 

@@ -17,10 +17,7 @@ Past the last step each keeps its last value.
 
     beta2_warmup     1 - 1 / window,     window from 100 to 1000 steps, evenly
 
-Early in training an average over few steps follows gradients that still change fast. Adam divides
-by 1 - beta2^t, which assumes a constant beta2; under a rising beta2 the exact divisor, 1 minus the
-product of all beta2 so far, is larger, so steps are shorter than intended (by at most 18 % for a
-warm-up of 1000 steps, 8 % for 2000), never longer. Lesson: l16_optimisers.
+docs/maths/optimisers.md says what a rising beta2 does to Adam's steps. Lesson: l16_optimisers.
 """
 
 import math

@@ -14,11 +14,11 @@ from fenchel.report.html import (
     document,
     duration,
     element,
-    facts,
     format_number,
     heat_map,
     heat_values,
     join,
+    method_section,
     notes,
     page_header,
     picture,
@@ -145,10 +145,6 @@ def _method(result: Certification) -> Section:
     )
     settings = {"text": result.text, "device": result.device, "seed": result.seed}
     settings |= {"radius": data.radius, "norm": data.norm}
-    cards = (
-        facts(result.subject, caption="subject"),
-        facts(settings, caption="settings"),
-        facts({k: duration(v) for k, v in result.seconds.items()}, caption="time"),
-    )
-    body = (element("p", sentence, class_="about"), element("div", *cards, class_="cards"))
-    return Section(anchor="method", title="How it was computed", body=join(body, "\n"))
+    spent = {name: duration(value) for name, value in result.seconds.items()}
+    tables = {"subject": result.subject, "settings": settings, "time": spent}
+    return method_section("How it was computed", sentence, tables)

@@ -312,6 +312,24 @@ def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = 
     )
 
 
+def number_cards(entries: Iterable[tuple[str, str, str]]) -> Html:
+    """Numbers to read first: what each is, its value, and its unit or place."""
+    return element(
+        "dl",
+        *(
+            element("div", element("dt", name), element("dd", value, element("small", unit)))
+            for name, value, unit in entries
+        ),
+    )
+
+
+def method_section(title: str, about: str, tables: Mapping[str, Mapping[str, Any]]) -> Section:
+    """How the numbers of a page were computed: in words, and as tables of facts by caption."""
+    cards = (facts(values, caption=caption) for caption, values in tables.items())
+    body = (element("p", about, class_="about"), element("div", *cards, class_="cards"))
+    return Section(anchor="method", title=title, body=join(body, "\n"))
+
+
 def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],

@@ -1,6 +1,6 @@
 """Sections of an inspection page: measures of every head, and rows of every head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,7 @@ class RowMeasure(NamedTuple):
     """One number per query of a head."""
 
     key: str
-    """Its name in ``Head.rows``."""
-    quantiles: Callable[[Head], Quantiles]
+    """Its name in ``Head.rows``, and that of its quantiles in ``Head``."""
     name: str
     about: str
     bend: str = ""
@@ -27,27 +26,13 @@ class RowMeasure(NamedTuple):
 
 
 ROW_MEASURES = (
+    RowMeasure("entropy", "entropy", "In nats; 0 if the query attends to one key only."),
     RowMeasure(
-        "entropy",
-        lambda h: h.entropy,
-        "entropy",
-        "In nats; 0 if the query attends to one key only.",
+        "sensitivity", "row sensitivity", "Exact spectral norm of d weights / d scores of the row."
     ),
-    RowMeasure(
-        "sensitivity",
-        lambda h: h.sensitivity,
-        "row sensitivity",
-        "Exact spectral norm of d weights / d scores of the row.",
-    ),
-    RowMeasure(
-        "max_logit",
-        lambda h: h.max_logit,
-        "largest logit",
-        "The largest absolute score of the row.",
-    ),
+    RowMeasure("max_logit", "largest logit", "The largest absolute score of the row."),
     RowMeasure(
         "margin",
-        lambda h: h.margin,
         "margin",
         "Largest score less the second largest; a row with one key has none.",
         "root",
@@ -132,7 +117,7 @@ def _row_table(heads: Sequence[Head]) -> Html:
     names = [f"{one.name}, {end}" for one in ROW_MEASURES for end in ("5 %", "50 %", "95 %")]
     rows = []
     for head in heads:
-        of_rows = [one.quantiles(head) for one in ROW_MEASURES]
+        of_rows: list[Quantiles] = [getattr(head, one.key) for one in ROW_MEASURES]
         ends = (end for x in of_rows for end in (x.low, x.median, x.high))
         rows.append((head_name(head), *map(format_value, ends)))
     caption = "Quantiles over queries; --json --rows has every query"

@@ -17,8 +17,9 @@ from fenchel.report.html import (
     document,
     duration,
     element,
-    facts,
     join,
+    method_section,
+    number_cards,
     page_header,
     pluralise,
     shorten,
@@ -79,12 +80,8 @@ def _summary(result: Inspection) -> Section:
         entries.append(("Network, stream to stream", format_value(network.stream.lower), bound))
         per_layer = f"per layer; usual {scale('Lyapunov exponent').usual}"
         entries.append(("Lyapunov exponent", format_value(network.exponent), per_layer))
-    cards = (
-        element("div", element("dt", name), element("dd", value, element("small", unit)))
-        for name, value, unit in entries
-    )
     link = element("a", "What the numbers mean", href="#meaning")
-    body = [element("dl", *cards), element("p", link, class_="about")]
+    body = [number_cards(entries), element("p", link, class_="about")]
     if result.precision is not None:
         body.append(element("p", result.precision.statement, class_="note"))
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
@@ -100,10 +97,5 @@ def _method(result: Inspection) -> Section:
         "products. Entropies, row sensitivities, logits and column sums are exact to rounding."
     )
     spent = {name: duration(value) for name, value in result.seconds.items()}
-    cards = (
-        facts(result.subject, caption="subject"),
-        facts(asdict(method), caption="method"),
-        facts(spent, caption="time"),
-    )
-    body = (element("p", about, class_="about"), element("div", *cards, class_="cards"))
-    return Section(anchor="method", title="Method", body=join(body, "\n"))
+    tables = {"subject": result.subject, "method": asdict(method), "time": spent}
+    return method_section("Method", about, tables)

@@ -23,6 +23,7 @@ from fenchel.report.html import (
     join,
     join_words,
     notes,
+    number_cards,
     page_header,
     picture,
     shorten,
@@ -176,17 +177,8 @@ def _numbers(run: RunData, measured: Mapping[str, float]) -> Html:
         ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
         ("Speed", _last(run, "time/tokens_per_second"), "tokens per second, at the end"),
     )
-    return element(
-        "dl",
-        *(
-            element(
-                "div",
-                element("dt", name),
-                element("dd", format_number(value), element("small", unit)),
-            )
-            for name, value, unit in entries
-            if value is not None
-        ),
+    return number_cards(
+        (name, format_number(value), unit) for name, value, unit in entries if value is not None
     )
 
 

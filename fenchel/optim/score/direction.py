@@ -6,12 +6,10 @@ without rotary positions), the scores of a head move by
     dS_ij = scale <R_i dq_i, k_j> + scale <q_i, R_j dk_j>        q, k after norm and rotation,
 
 so a move of the queries is measured by A_K = E (R_i^T k_j)(R_i^T k_j)^T and a move of the keys by
-A_Q = E (R_j^T q_i)(R_j^T q_i)^T, both over the pairs (i, j) of the grid. Without rotation A_K is
-the mean of k k^T where each key counts once per query that attends to it. With rotation the mean
-also runs over relative rotations; they mix planes of different frequency, so the Gram without
-rotation would be the wrong measure. It is averaged over ROTATIONS positions of the other side, and
-each sequence of a group of up to STRIDE uses its own share of them. Keys shared by a group of heads
-are measured by the mean of A_Q over the group.
+A_Q = E (R_j^T q_i)(R_j^T q_i)^T, both over the pairs (i, j) of the grid
+(docs/maths/score_descent.md). With rotation the mean runs over ROTATIONS positions of the other
+side, and each sequence of a group of up to STRIDE uses its own share of them. Keys shared by a
+group of heads are measured by the mean of A_Q over the group.
 
 **Directions.** With g_Q, g_K the gradients (momentum included) and C_Q, C_K the second moments of
 the inputs over the same pairs, weights written as rows (D, M):
@@ -58,15 +56,21 @@ class PartnerGrams(NamedTuple):
 
 def partner_grams(line: ScoreLine) -> PartnerGrams:
     """The partner Grams at the start of a line."""
-    (L, n), mask = line.inputs.x.shape[:2], line.inputs.grid.mask
     if line.inputs.angles is None or line.angles_q is None:
-        keys, queries = (mask.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+        queries, keys = _pair_counts(line)
         return PartnerGrams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
-    layout = line.pairs[0].layout
+    mask, layout = line.inputs.grid.mask, line.pairs[0].layout
     return PartnerGrams(
         _rotation_averaged(line.start_k, line.angles_q, mask, layout),
         _rotation_averaged(line.start_q, line.inputs.angles, mask.mT, layout),
     )
+
+
+def _pair_counts(line: ScoreLine) -> tuple[Tensor, Tensor]:
+    """In how many pairs of the grid each query and each key is, (L, n, 1, positions) each."""
+    (L, n), mask = line.inputs.x.shape[:2], line.inputs.grid.mask
+    keys, queries = (mask.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+    return queries, keys
 
 
 class PositionSample(NamedTuple):
@@ -256,17 +260,9 @@ def _frobenius(
 
 def input_moments(line: ScoreLine) -> tuple[Tensor, Tensor]:
     """Means of x x^T over queries and over keys of the grid, (L, M, M) each."""
-    (L, n), mask = line.inputs.x.shape[:2], line.inputs.grid.mask
-    per_key, per_query = (mask.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
-    return second_moment_of(line.x_q, per_query), second_moment_of(line.inputs.x, per_key)
-
-
-def second_moment_of(x: Tensor, count: Tensor) -> Tensor:
-    """Mean of x x^T over inputs (L, n, T, M), each counted (L, n, 1, T) times: (L, M, M)."""
-    flat = x.flatten(1, 2).to(torch.promote_types(x.dtype, torch.float32))
-    weight = count.to(flat.dtype).flatten(1).unsqueeze(-1)
-    moment = (flat * weight).mT @ flat / weight.sum(1, keepdim=True).clamp(min=1)
-    return mean_over_processes(moment)
+    inputs = zip((line.x_q, line.inputs.x), _pair_counts(line), strict=True)
+    of_queries, of_keys = (second_moment(x.unsqueeze(2), count).squeeze(1) for x, count in inputs)
+    return of_queries, of_keys
 
 
 def _right_solve(Y: Tensor, C: Tensor) -> Tensor:

@@ -21,11 +21,8 @@ T^T W_Q; M+ is the pseudo-inverse.
 
     raw        dW_Q = -T W_K,  dW_K = -T^T W_Q. Steepest for |dW|, not for |dS|.
 
-    exact      One sequence, no mask. The reachable dS are Q B^T + A K^T with the columns of A and
-               B in those of X; the best one is -Pi(G) up to length,
-                   Pi(G) = P_Q G P_X + P_X G P_K - P_Q G P_K,
-               P projecting onto the columns of Q, X, K. The weights that give it, each taking
-               half of the part that both reach:
+    exact      One sequence, no mask: dS = -Pi(G) up to length, the projection of G onto the
+               reachable dS, each half taking half of the part that both reach.
                    dW_Q = -(X+ - W_Q Q+ / 2) G   (K+)^T
                    dW_K = -(X+ - W_K K+ / 2) G^T (Q+)^T
 
@@ -41,18 +38,12 @@ exact, spectral and cg are covariant: (W_Q A, W_K A^-T) or (X B, B^-1 W) for inv
 lead to the same dS, the second-order part included. damping adds that share of the mean squared
 singular value to all squared singular values, in each of X, Q and K.
 
-*Gauge.* For any M (k, k) the move (W_Q M, -W_K M^T) changes no score to first order, so
-
-    (dW_Q, dW_K)   and   (dW_Q + W_Q M,  dW_K - W_K M^T)
-
-change them alike. ``remove_gauge`` returns the shortest of these, with M from the Sylvester
-equation
+*Gauge.* For any M (k, k) the move (W_Q M, -W_K M^T) changes no score to first order.
+``remove_gauge`` adds the one that leaves the shortest move, with M from the Sylvester equation
 
     (W_Q^T W_Q) M + M (W_K^T W_K) = dW_K^T W_K - W_Q^T dW_Q,
 
-solved in the eigenvectors of the two Grams. It is orthogonal to every gauge move, hence the
-pseudo-inverse solution of J dW = J(dW_Q, dW_K). The shortest move depends on the basis of the
-weights: this choice is not invariant under (W_Q A, W_K A^-T) unless A is orthogonal.
+solved in the eigenvectors of the two Grams.
 
 **3. The length.** Along a direction U the scores move exactly by
 
@@ -62,11 +53,10 @@ weights: this choice is not invariant under (W_Q A, W_K A^-T) unless A is orthog
 and t is the smallest positive root of |dS(t)| = gamma, so gamma is the length of the finite change,
 second-order part included. For gamma -> 0 it is gamma / |J(U)|, the linear rule.
 
-A step exists unless the gradients T W_K and T^T W_Q both vanish. Then no move of the weights
-changes <G, S> to first order, all dS of the ball are equally good, and the step is zero;
-``Step.summary`` gives this reason.
+The step is zero where T W_K and T^T W_Q both vanish; ``Step.summary`` gives this reason.
 
-Lesson: l17_score_descent. ScoreDescent is its batched, approximate form.
+Derivations: docs/maths/score_descent.md. Lesson: l17_score_descent. ScoreDescent is its batched,
+approximate form.
 
 Shapes: X (B, n, d), W_Q and W_K (d, k), scores (B, n, n).
 """

@@ -8,17 +8,8 @@ An output y = W x is linear in W, so a share t of the step moves it by exactly t
 measurement gives the longest step along U within tau. A bias is one more column of W, multiplied by
 an input of 1. The same holds for the rows of an embedding and for the gains of a norm.
 
-**What one step does to the model.** Let f_i be what branch i (an attention or an MLP) adds to the
-residual stream, x_L = x_0 + sum of f_i, and let each of its c_i layers in series or in product
-(two: values and output map; three: gate, up and down) move by tau of its output. To first order
-
-    |df_i| <= c_i tau |f_i|                     beside what a change of the branch's input does
-    |dx_L| / |x_L| <= tau (1 + sqrt(sum of c_i^2))         where contributions are orthogonal
-
-The 1 is the embedding. In two trained models of three blocks the stream moved by 5 to 11 tau, where
-this gives 6 and 7: changes of the branches do add up, and later blocks amplify them a little. So
-tau bounds the change of a model up to the root of its depth. The ratio of norms |U| / |W| is the
-same for white inputs only: there outputs moved by 1.6 to 1.9 times as much (docs/log.md).
+Over a model the changes of layers add up to tau times the root of its depth, about, which
+docs/maths/score_descent.md derives and measures, as it does |U| / |W| instead of r.
 
 **What is measured.** ``OutputProbes`` finds the layers of a model by their structure:
 
@@ -227,7 +218,7 @@ class LayerStack:
 
     def squares(self) -> Tensor:
         """(L, 3): mean squares of the change, of the output, and the least that counts as it."""
-        change = {name: now - self.start[name] for name, now in self._now().items()}
+        change = {name: now - self.start[name] for name, now in _stacked_parts(self.layers).items()}
         kind = self.layers[0].kind
         if kind == "norm":
             gain = {**self.start, "weight": self.start["weight"] + self.layers[0].plus}
@@ -244,9 +235,6 @@ class LayerStack:
         moved, y = (self._apply(W, x) for W in (change, self.start))
         least = LEAST_GAIN**2 * _mean_square(x)
         return torch.stack((_mean_square(moved), _mean_square(y), least), dim=-1)
-
-    def _now(self) -> dict[str, Tensor]:
-        return _stacked_parts(self.layers)
 
     def _apply(self, W: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """x W^T + b in the dtype of the sample."""
@@ -273,12 +261,9 @@ class LayerStack:
                 continue
             written.update((parts[n].whole, str(parts[n].region)) for n in mine)
             along = t.to(start.dtype).reshape(-1, *(1 for _ in start.shape[1:]))
-            moved = torch.lerp(start, self._now_of(name), along)
+            moved = torch.lerp(start, _stacked(parts), along)
             targets = [part.values() for part in parts]
             foreach_copy_([targets[n] for n in mine], [moved[n] for n in mine])
-
-    def _now_of(self, name: str) -> Tensor:
-        return _stacked([layer.parts[name] for layer in self.layers])
 
 
 def _stacked(parts: list[ParameterRegion]) -> Tensor:

@@ -25,31 +25,16 @@ described this way is refused in one sentence (``REFUSALS``). Cross-attention ha
 left to other optimisers (``CROSS``). Scores are measured before a soft cap and before a position
 bias.
 
-**By hand.** A pair needs the rows of queries and of keys, and the module whose input they multiply:
-
-    pair = QueryKeyPair(
-        "encoder.0",
-        layer,                                           # layer(x), x (B, T, M)
-        HeadProjection(layer.mix.weight, 0, 64, heads=4),
-        HeadProjection(layer.mix.weight, 64, 128, heads=4),
-        scale=16**-0.5,
-        causal=False,
-    )
-    optimiser = ScoreTrust(torch.optim.AdamW(model.parameters()), [pair])
-
-``read`` is for layers whose input is not their first argument of shape (B, T, M).
+**By hand.** A pair needs the rows of queries and of keys, and the module whose input they multiply
+(``QueryKeyPair``, docs/cookbook.md); ``read`` is for layers whose input is not their first argument
+of shape (B, T, M).
 
 **Remaining parameters.** A fused weight holds rows of queries, keys and values. The rows of the
 values become a separate parameter that shares the memory of the fused weight, so moving it
 moves the rows, and another optimiser can own it. Before that optimiser steps, the hook of
 ``pass_gradients`` gives each such parameter its rows of the gradient.
-
-    pairs = attention_pairs(model)
-    slices = remaining_parameters(pairs, model.parameters())
-    muon = Muon([s.part for s in slices if s.part.ndim == 2])
-    pass_gradients(muon, slices)
-
-Slices point into the memory of the weights: create them after the model is on its device.
+Slices (``remaining_parameters``) point into the memory of the weights: create them after the model
+is on its device.
 """
 
 import math

@@ -3,26 +3,13 @@
 J and R are the linear and bilinear parts of dS (exact_step.py), s the smallest non-zero and
 s_max the largest singular value of J, for one sequence without a mask.
 
-1. When is R negligible? It is O(|dW_Q| |dW_K|), and o(|dS|) only where |dS| >= s |dW|: not along
-   gauge moves, where J = 0 and R need not vanish, but orthogonally to them. There
+    |R| <= |X|_2^2 gamma^2 / (2 s^2)                 of a move without gauge, gamma = |J(dW)|
+    decrease >= gamma |Pi(G)| - b gamma^2 / 2        of a loss that is b-smooth in S
+    |R| <= tau gamma                                 for gamma <= 2 tau s^2 / |X|_2^2
+    rank J = r_Q r + r r_K - r_Q r_K                 r, r_Q, r_K the ranks of X, Q, K
+    <G, dS_raw> / <G, dS*> >= 2 sqrt(kappa) / (1 + kappa),     kappa = (s_max / s)^2
 
-       |R| <= |X|_2^2 |dW_Q| |dW_K| <= |X|_2^2 gamma^2 / (2 s^2),       gamma = |J(dW)|,
-
-   which covers the raw step and, after ``remove_gauge``, every other.
-
-2. How small must gamma be? If the loss is b-smooth in S, a step with dS* = -gamma Pi(G)/|Pi(G)| has
-
-       decrease >= gamma |Pi(G)| - b gamma^2 / 2,
-
-   positive for gamma < 2 |Pi(G)| / b and largest at gamma = |Pi(G)| / b; and gamma <= 2 tau s^2 /
-   |X|_2^2 keeps |R| below the share tau of gamma.
-
-3. The dimension of the reachable dS is r_Q r + r r_K - r_Q r_K with r, r_Q, r_K the ranks
-   of X, Q, K (k (2 r - k) at full rank), and the raw step attains at least the share
-
-       2 sqrt(kappa) / (1 + kappa),        kappa = (s_max / s)^2,
-
-   of the best <G, dS> at equal |dS| (Kantorovich's inequality for J J^T on its range).
+docs/maths/score_descent.md derives them.
 
 With X = U S V^T, J acts as (dA, dB) -> dA K^T + Q dB^T on A = S V^T W_Q = U^T Q and the same B, an
 r^2 by 2 r k matrix, and its singular values are those of that matrix: a Gram matrix would square

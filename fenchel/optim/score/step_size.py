@@ -61,10 +61,8 @@ step instead of all at once. Three things happen, in this order:
     shrink   S <- S (1 - budget / max(radius, r)), as a part of the move     (soft; ScoreDescent)
     project  S <- S min(1, bound / RMS S), after the move                    (hard)
 
-Scaling W_Q and W_K by sqrt(c) each multiplies every score by c, rotation and biases included.
-Projection on a ball moves no two points apart, so a head inside moves by at most gamma, projection
-included, and one that was pushed out by e by at most max(gamma, e). Where H / G heads share keys,
-the keys take the square root of the weakest shrinking of the group and the queries the rest.
+Scaling W_Q and W_K by sqrt(c) each multiplies every score by c. Where H / G heads share keys, the
+keys take the square root of the weakest shrinking of the group and the queries the rest.
 
 A norm of queries and keys undoes any scaling of the weights. There the gains of the norms keep the
 scores in the ball, for ScoreDescent: they are scaled before the move, and since all heads of a
@@ -75,8 +73,8 @@ layer share them, by the head that is furthest out,
 Where only one of the norms is trained it takes all of c, and where none is there is no ball. The
 weights then move the scores by gamma, which on the chords, measured before the scaling, is
 gamma / c. t is limited so that |t U| <= |W|, and after a move of exactly gamma the weights are
-scaled back to their previous norm per head, since steps of one size on growing weights would have
-to grow without end. ScoreTrust has no ball under a norm: its limit holds for the gains too.
+scaled back to their previous norm per head. ScoreTrust has no ball under a norm: its limit holds
+for the gains too. docs/maths/score_descent.md derives all of this.
 
 **Statistics.** ``HeadStats`` describes the effect of a step on the scores of each head, on the
 step's own sample: RMS and largest absolute value over the sampled pairs, the scores as the softmax

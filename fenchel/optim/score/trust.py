@@ -3,11 +3,8 @@
     W'  = the weights after a step of the optimiser,   U = W' - W
     W  <- project(W + t U),  t <= 1 per head such that RMS dS <= lr           step_size.py
 
-lr *is* gamma, as in ScoreDescent: the root mean square by which a step may move the scores of a
-head, as the softmax receives them. It is measured on a sample of the tokens of the step's own
-forward passes, all micro-batches together, with the inputs of the layer as they were; the gains of
-a norm of queries and keys are part of the step and are limited with the weights. radius bounds the
-root mean square of the scores themselves. What a head moves by is therefore
+lr *is* gamma, as in ScoreDescent. It is measured on a sample of the tokens of the step's own
+forward passes, with the inputs of the layer as they were. What a head moves by is
 
     RMS dS <= max(lr, e),     e = by how much other layers have pushed the head out of the ball,
 
