@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from fenchel.files import Damaged, printable
+from fenchel.files import Damaged, no_duplicates, printable
 
 MAX_BYTES = 8 * 2**20
 """The most bytes of a header; the largest in use have a tenth of it."""
@@ -104,7 +104,7 @@ def _entries(text: bytes, path: Path) -> dict[str, TensorEntry]:
     if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # nested lists take memory
         raise Damaged(f"{path} has a header of more values than {MAX_TENSORS} tensors need.")
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} has a header that is not JSON ({printable(error)}).") from None
     metadata = header.pop("__metadata__", {})
@@ -157,10 +157,3 @@ def _require_filled(entries: dict[str, TensorEntry], size: int, path: Path) -> N
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**62 for n in value)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    once = dict(pairs)
-    if len(once) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return once

@@ -14,6 +14,7 @@ A batch has B rows of T = context positions.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -65,18 +66,12 @@ class BatchSource(Protocol):
 class Batches:
     """Batches of ``batch`` windows of ``context`` tokens, by step.
 
-    Each of ``world`` processes gets its own rows of the same global batch.
-
     >>> Batches(np.arange(100), batch=2, context=4, seed=0).at(step=7).inputs.shape
     torch.Size([2, 4])
     """
 
-    def __init__(
-        self, ids: Ids, *, batch: int, context: int, seed: int, rank: int = 0, world: int = 1
-    ) -> None:
-        _require_positive(batch=batch, context=context, world=world)
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank} is not one of world={world} processes.")
+    def __init__(self, ids: Ids, *, batch: int, context: int, seed: int) -> None:
+        _require_positive(batch=batch, context=context)
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed={seed} is outside 0 to 2^64 - 1.")
         if len(ids) < context + 1:
@@ -85,23 +80,15 @@ class Batches:
                 "use more text or a shorter context."
             )
         self.ids, self.batch, self.context, self.seed = ids, batch, context, seed
-        self.rank, self.world = rank, world
         self.per_epoch = len(ids) // context
         """Windows in an epoch, W."""
-        self._starts: dict[int, Ids] = {}
+        self._epoch = lru_cache(maxsize=2)(self._draw)  # a batch rarely spans more than two
 
     def at(self, step: int) -> Batch:
-        """The rows of this process in the batch of a step: (batch / world, context)."""
-        if self.batch % self.world:
-            raise ValueError(
-                f"batch={self.batch} does not split over {self.world} processes; "
-                f"make it a multiple of {self.world}."
-            )
+        """The batch of a step: (batch, context)."""
         if step < 0:
             raise ValueError(f"step={step} should be at least 0.")
-        rows = self.batch // self.world
-        first = step * self.batch + self.rank * rows
-        return _batch(self._read(np.arange(first, first + rows)))
+        return _batch(self._read(np.arange(step * self.batch, (step + 1) * self.batch)))
 
     def _read(self, examples: Ids) -> Ids:
         """Windows by example number: (B,) -> (B, T + 1)."""
@@ -113,15 +100,8 @@ class Batches:
         window = np.arange(self.context + 1)
         return self.ids[(starts[:, None] + window) % len(self.ids)]
 
-    def _epoch(self, epoch: int) -> Ids:
-        """The starts of the windows of an epoch in their order: (W,)."""
-        if epoch not in self._starts:
-            if len(self._starts) > 1:  # a batch rarely spans more than two
-                self._starts.clear()
-            self._starts[epoch] = self._draw(epoch)
-        return self._starts[epoch]
-
     def _draw(self, epoch: int) -> Ids:
+        """The starts of the windows of an epoch in their order: (W,)."""
         # numpy guarantees the raw words of a bit generator across versions, but not the results
         # of its drawing methods. Sorting random words gives a random order.
         philox = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))

@@ -20,6 +20,7 @@ the step alone. Places that no part fills hold ``pad`` and have no target.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -131,7 +132,7 @@ class PackedBatches:
         self.targets = sum(map(self._targets, parts))
         """Tokens that are predicted in an epoch."""
         self.rows = _Rows(self, pack([self._size(part) for part in parts], context), parts)
-        self._orders: dict[int, Ids] = {}
+        self._order = lru_cache(maxsize=2)(self._draw)  # a batch rarely spans more than two
 
     def at(self, step: int) -> Batch:
         """The batch of a step: (batch, context)."""
@@ -173,14 +174,10 @@ class PackedBatches:
     def _size(self, part: _Part) -> int:
         return part.length + len(self.begin) * part.continues
 
-    def _order(self, epoch: int) -> Ids:
+    def _draw(self, epoch: int) -> Ids:
         """The order of the rows in an epoch."""
-        if epoch not in self._orders:
-            if len(self._orders) > 1:  # a batch rarely spans more than two
-                self._orders.clear()
-            philox = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
-            self._orders[epoch] = np.argsort(philox.random_raw(len(self.rows)), kind="stable")
-        return self._orders[epoch]
+        philox = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
+        return np.argsort(philox.random_raw(len(self.rows)), kind="stable")
 
 
 class _Rows:

@@ -251,16 +251,12 @@ class MaskClass(NamedTuple):
     prior: Prior | None
 
 
-def mask_kind(mask: Tensor | None, T: int, S: int) -> str:
-    """A mask in words: "none", "full", "causal", "window 4" or "other", and " + padding".
-
-    Padding is keys that no query of a sequence may attend to.
-    """
-    return classify_mask(mask, T, S).kind
-
-
 def classify_mask(mask: Tensor | None, T: int, S: int) -> MaskClass:
-    """The kind of a mask (see ``mask_kind``) and its prior, by name where it has one."""
+    """The kind of a mask and its prior, by name where it has one.
+
+    Kinds are "none", "full", "causal", "window 4" and "other", and " + padding" where no query of
+    a sequence may attend to some key.
+    """
     if mask is None:
         return MaskClass("none", None)
     dense = Dense(_log_mask(mask))
@@ -364,7 +360,7 @@ class Attachment:
 
     @property
     def masks(self) -> dict[str, set[str]]:
-        """The kinds of mask that each layer passed: see ``mask_kind``."""
+        """The kinds of mask that each layer passed: see ``classify_mask``."""
         return {name: set(kinds) for name, kinds in self._masks.items()}
 
     @contextmanager

@@ -31,7 +31,7 @@ for long texts.
 A linearised block is right for first derivatives at the recorded input, and for nothing else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -118,13 +118,7 @@ def _bare(module: nn.Module) -> bool:
 class _Tangents(TorchFunctionMode):
     """Within, the functions in ``ACTIVATIONS`` return their tangents."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
         tangent = _tangent(func, args, out) if func in ACTIVATIONS else None
         return out if tangent is None else tangent

@@ -12,7 +12,6 @@ that maps the stream to a stream and neither attends nor normalises is the MLP.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -130,12 +129,7 @@ class BlockRecorder:
             ]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._open = [], None

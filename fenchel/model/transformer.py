@@ -18,7 +18,7 @@ embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -440,13 +440,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 class _SkipMetaDraws(TorchFunctionMode):
     """Leaves out random draws into meta tensors."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DRAWS:
             tensor = args[0] if args else (kwargs or {})["tensor"]
             if tensor.is_meta:

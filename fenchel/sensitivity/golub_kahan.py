@@ -53,14 +53,14 @@ bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximat
 """
 
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.operator import Matrix, Operator
+from fenchel.sensitivity.operator import Matrix, Operator, Scaled
 from fenchel.sensitivity.rounding import above
 
 Array = npt.NDArray[np.float64]
@@ -226,30 +226,6 @@ def _quickest(J: Operator, tol: float) -> Operator:
     return single if single is not None and precise else J
 
 
-@final
-class UnitScale(Operator):
-    """v -> J (f v) with a power of two f for each operator of a batch: products of order one."""
-
-    def __init__(self, inner: Operator, f: Tensor) -> None:
-        """``f`` has the shape of the batch."""
-        self.inner, self.f = inner, f.to(inner.dtype).unsqueeze(-1)
-        self.domain, self.codomain = inner.domain, inner.codomain
-        self.dtype, self.device = inner.dtype, inner.device
-
-    def apply(self, v: Tensor) -> Tensor:
-        """f J v."""
-        return self.inner.apply(v * self.f)
-
-    def adjoint(self, u: Tensor) -> Tensor:
-        """f J^T u."""
-        return self.inner.adjoint(u * self.f)
-
-    @property
-    def error(self) -> float:
-        """That of J."""
-        return self.inner.error
-
-
 def unit_scale(J: Operator, v: Tensor, size: Tensor) -> Tensor | None:
     """f for J, given |J v| for a random unit v: None where that is a moderate number already."""
     reach = int(0.75 * math.log2(torch.finfo(J.dtype).max))
@@ -258,7 +234,7 @@ def unit_scale(J: Operator, v: Tensor, size: Tensor) -> Tensor | None:
         return None
     f = torch.ones_like(size).masked_fill(~(size > low), 2.0**reach)
     f = f.masked_fill(~(size < high), 2.0**-reach)  # inf and nan as well
-    size = length(UnitScale(J, f).apply(v[None])[0])
+    size = length(Scaled(J, f).apply(v[None])[0])
     exponent = torch.frexp(torch.where((size > 0) & size.isfinite(), size, 1.0)).exponent
     # v may be nearly orthogonal to the top vector: leave room for products 2^32 times as large.
     limit = max(0, int(math.log2(torch.finfo(J.dtype).max)) - 32)
@@ -310,7 +286,7 @@ class _Bidiagonalisation:
         if not self.a:
             self.f = unit_scale(self.J, self.v, size)
             if self.f is not None:
-                self.J = UnitScale(self.J, self.f)
+                self.J = Scaled(self.J, self.f)
                 w = self.J.apply(self.v[None])[0]
                 size = length(w)
         self.a.append(_array(size) ** 2)
@@ -344,7 +320,7 @@ class _Bidiagonalisation:
 
     def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """left = J v / |J v|, right, lower = |J^T left|, computed again, and |J v|."""
-        J = J if self.f is None else UnitScale(J, self.f)
+        J = J if self.f is None else Scaled(J, self.f)
         y = np.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
         v = self.basis.combine(torch.as_tensor(y, device=self.v.device)).to(J.dtype)
         w = J.apply(v[None])[0]

@@ -11,7 +11,7 @@ map of several tensors takes a tuple. The same numbers may also be given in a fl
 
 An operator may be a batch of operators, one per index of the leading axes ``batch``: every rule
 above then applies after those axes, and a spectral norm is one number per index. ``A @ B``,
-``A + B`` and ``-A`` are operators again, so a block of a network is written as its
+``A + B`` are operators again, so a block of a network is written as its
 formula: ``identity(x) + attention @ norm``.
 
 Inside, vectors are flat: (k, *batch, n).
@@ -165,14 +165,6 @@ class Operator(ABC):
         """v -> A v + B v."""
         return Sum(self, other)
 
-    def __neg__(self) -> "Operator":
-        """v -> -J v."""
-        return Scaled(self, -1.0)
-
-    def __sub__(self, other: "Operator") -> "Operator":
-        """v -> A v - B v."""
-        return Sum(self, Scaled(other, -1.0))
-
     def dense(self, columns: int = 64) -> Tensor:
         """The matrix (*batch, m, n), for small operators, ``columns`` at a time."""
         n = self.domain.size
@@ -295,21 +287,22 @@ class Sum(Operator):
 
 @final
 class Scaled(Operator):
-    """v -> c J v."""
+    """v -> J (c v), for a number c or one per operator of the batch."""
 
-    def __init__(self, inner: Operator, factor: float) -> None:
-        self.inner, self.factor = inner, factor
+    def __init__(self, inner: Operator, factor: float | Tensor) -> None:
+        self.inner = inner
+        self.factor = torch.as_tensor(factor, dtype=torch.float64, device=inner.device)
         self.domain, self.codomain = inner.domain, inner.codomain
         self.dtype, self.device = inner.dtype, inner.device
-        self.rounding = abs(factor) * inner.rounding
+        self.rounding = float(self.factor.abs().max()) * inner.rounding
 
     def apply(self, v: Tensor) -> Tensor:
-        """c J v."""
-        return self.factor * self.inner.apply(v)
+        """J (c v)."""
+        return self.inner.apply(v * self.factor.unsqueeze(-1).to(v.dtype))
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """c J^T u."""
-        return self.factor * self.inner.adjoint(u)
+        """J^T (c u)."""
+        return self.inner.adjoint(u * self.factor.unsqueeze(-1).to(u.dtype))
 
     @property
     def error(self) -> float:
@@ -319,7 +312,7 @@ class Scaled(Operator):
     def ceiling(self) -> Tensor | None:
         """|c| times that of J."""
         inner = self.inner.ceiling()
-        return None if inner is None else above(abs(self.factor) * inner.double())
+        return None if inner is None else above(self.factor.abs() * inner.double())
 
 
 @final

@@ -17,15 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.golub_kahan import (
-    Basis,
-    UnitScale,
-    gaussian,
-    length,
-    scaled,
-    unit_scale,
-)
-from fenchel.sensitivity.operator import Matrix, Operator
+from fenchel.sensitivity.golub_kahan import Basis, gaussian, length, scaled, unit_scale
+from fenchel.sensitivity.operator import Matrix, Operator, Scaled
 
 
 class SingularValues(NamedTuple):
@@ -65,7 +58,7 @@ def singular_values(
     block = torch.stack([gaussian(J, generator) for _ in range(k)])
     v = scaled(block[0], length(block[0]))
     f = unit_scale(J, v, length(J.apply(v[None])[0]))
-    J = J if f is None else UnitScale(J, f)
+    J = J if f is None else Scaled(J, f)
     run = _BlockKrylov(J)
     for step in range(1, iterations + 1):  # noqa: B007
         block = run.step(block)

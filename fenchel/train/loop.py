@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from signal import Signals
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -84,12 +84,7 @@ class StopSignals:
                 break
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

@@ -88,22 +88,6 @@ def test_the_bits_of_the_first_batch_are_those_of_the_day_it_was_written() -> No
     assert batches.at(3).inputs[:, 0].tolist() == [23, 48, 28, 43]
 
 
-@quickly
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 50))
-def test_rows_of_all_ranks_put_together_are_the_whole_batch(
-    rows: int, world: int, step: int
-) -> None:
-    batch = rows * world
-    ids = places(83)
-    whole = Batches(ids, batch=batch, context=6, seed=3).at(step)
-    pieces = [
-        Batches(ids, batch=batch, context=6, seed=3, rank=rank, world=world).at(step)
-        for rank in range(world)
-    ]
-    joined = Batch(*(torch.cat(each) for each in list(zip(*pieces, strict=True))[:2]))
-    assert same(joined, whole)
-
-
 def test_a_batch_larger_than_the_text_runs_through_several_epochs() -> None:
     batch = Batches(places(7), batch=20, context=6, seed=0).at(0)
     assert batch.inputs.shape == (20, 6)
@@ -117,7 +101,6 @@ def test_a_batch_larger_than_the_text_runs_through_several_epochs() -> None:
         ({"batch": 0}, "batch=0"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**64}, "seed="),
-        ({"rank": 2, "world": 2}, "rank=2"),
     ],
     ids=str,
 )
@@ -127,9 +110,7 @@ def test_what_cannot_be_read_is_refused_with_its_numbers(change: dict[str, int],
         Batches(places(50), **arguments)
 
 
-def test_a_batch_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="make it a multiple of 4"):
-        Batches(places(50), batch=6, context=5, seed=0, rank=0, world=4).at(0)
+def test_a_step_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="step=-1"):
         Batches(places(50), batch=6, context=5, seed=0).at(-1)
 

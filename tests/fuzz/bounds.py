@@ -58,7 +58,7 @@ from fenchel.sensitivity.layers import (
     rotation_matrices,
 )
 from fenchel.sensitivity.norms import nonnegative
-from fenchel.sensitivity.operator import Operator
+from fenchel.sensitivity.operator import Operator, Scaled
 from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 from fenchel.sensitivity.rounding import frobenius, lengths
 
@@ -478,7 +478,7 @@ def ceilings(draw: Draw) -> Outcome:
         "sensitivity.operator.Matrix.ceiling": upper(J.ceiling(), truth),
         "sensitivity.operator.Product.ceiling": upper(_known((J @ B).ceiling()), square),
         "sensitivity.operator.Sum.ceiling": upper(_known((J + J).ceiling()), 2 * truth),
-        "sensitivity.operator.Scaled.ceiling": upper(_known((-J).ceiling()), truth),
+        "sensitivity.operator.Scaled.ceiling": upper(_known(Scaled(J, -1.0).ceiling()), truth),
         "sensitivity.operator.Transpose.ceiling": upper(_known(J.T.ceiling()), truth),
         "sensitivity.rounding.frobenius": upper(frobenius(A), truth),
         "sensitivity.bounds.feedforward.linear": upper(bounds.linear(A), truth),

@@ -21,7 +21,6 @@ from fenchel.hf import adapter, attach, prove
 from fenchel.hf.adapter import (
     AttentionFunction,
     classify_mask,
-    mask_kind,
 )
 
 V = 60
@@ -369,7 +368,7 @@ def opened(rows: str) -> Tensor:
 )
 def test_a_mask_has_its_kind_in_words(mask: Tensor | None, kind: str) -> None:
     T, S = (3, 3) if mask is None else mask.shape[2:]
-    assert mask_kind(mask, T, S) == kind
+    assert classify_mask(mask, T, S).kind == kind
 
 
 def test_a_mask_becomes_its_prior_or_is_kept_densely() -> None:

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from torch import Tensor
 from fenchel.model.config import ModelConfig
 
 
-class Layout(Protocol):
+class Layout(NamedTuple):
     """How one of our tensors is laid out in the tensors of a family."""
 
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-        """Theirs to ours."""
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        """Ours to theirs."""
+    join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    """Theirs to ours."""
+    split: Callable[[Tensor, ModelConfig], list[Tensor]]
+    """Ours to theirs."""
 
 
 class Row(NamedTuple):
@@ -37,63 +36,27 @@ class Row(NamedTuple):
     when: Callable[[ModelConfig], bool] = lambda _: True
 
 
-class _Same:
-    """The same numbers in the same order."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return theirs[0]
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:  # noqa: ARG002
-        return [ours]
+def _split_qkv(ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    H, G, D = config.heads, config.groups, config.head_width
+    return list(torch.split(ours, [H * D, G * D, G * D]))
 
 
-class _Transposed:
-    """Theirs computes x W, ours x W^T; copied, since safetensors needs contiguous tensors."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return theirs[0].t().contiguous()
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:  # noqa: ARG002
-        return [ours.t()]
+def _join_interleaved(theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    x = theirs[0].reshape(config.heads, 3, config.head_width, *theirs[0].shape[1:])
+    return x.transpose(0, 1).reshape(theirs[0].shape)
 
 
-class _FusedQKV:
-    """Queries, keys and values are one matrix of ours and three of theirs; joined by a copy."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return torch.cat(list(theirs))
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        H, G, D = config.heads, config.groups, config.head_width
-        return list(torch.split(ours, [H * D, G * D, G * D]))
+def _split_interleaved(ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    x = ours.reshape(3, config.heads, config.head_width, *ours.shape[1:])
+    return [x.transpose(0, 1).reshape(ours.shape)]
 
 
-class _FusedKV:
-    """Keys and values are one matrix of ours and two of theirs; joined by a copy."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return torch.cat(list(theirs))
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:  # noqa: ARG002
-        return list(ours.chunk(2))
-
-
-class _InterleavedQKV:
-    """Theirs has query, key and value of head 1, then of head 2; ours has all queries first."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-        H, D = config.heads, config.head_width
-        x = theirs[0]
-        return x.reshape(H, 3, D, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        H, D = config.heads, config.head_width
-        x = ours.reshape(3, H, D, *ours.shape[1:]).transpose(0, 1)
-        return [x.reshape(ours.shape)]
-
-
-SAME, TRANSPOSED, FUSED_QKV, FUSED_KV = _Same(), _Transposed(), _FusedQKV(), _FusedKV()
-INTERLEAVED_QKV = _InterleavedQKV()
+SAME = Layout(lambda theirs, _: theirs[0], lambda ours, _: [ours])
+# Copied: safetensors needs contiguous tensors.
+TRANSPOSED = Layout(lambda theirs, _: theirs[0].t().contiguous(), lambda ours, _: [ours.t()])
+FUSED_QKV = Layout(lambda theirs, _: torch.cat(list(theirs)), _split_qkv)
+FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
+INTERLEAVED_QKV = Layout(_join_interleaved, _split_interleaved)
 
 
 def weight_and_bias(
@@ -102,13 +65,10 @@ def weight_and_bias(
     """Rows for the weight and the bias of a linear map or a norm."""
     names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
     weight = Row(f"{ours}.weight", tuple(f"{n}.weight" for n in names), layout)
-    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _bias_layout(layout))
+    layout = SAME if layout is TRANSPOSED else layout
+    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), layout)
 
 
 def weight(ours: str, theirs: str, layout: Layout = SAME) -> Row:
     """The row for the weight of a linear map, an embedding or a norm without a bias."""
     return Row(f"{ours}.weight", (f"{theirs}.weight",), layout)
-
-
-def _bias_layout(layout: Layout) -> Layout:
-    return SAME if layout is TRANSPOSED else layout
