@@ -48,7 +48,7 @@ from fenchel.data import AnyTokenizer, TextTokenizer
 from fenchel.files import committed, discard, require_space
 from fenchel.model.attention import layer_choice
 from fenchel.model.config import ModelConfig
-from fenchel.model.families import FAMILIES, Family, family_for, family_of
+from fenchel.model.families import Family, family_for, family_of
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.setting_rows import HARMLESS
 from fenchel.model.sigma_linear import SigmaLinear, matrix_of
@@ -80,7 +80,7 @@ def save(
     config, weights = export_state(model)
     source = _Source.of(model, tokenizer)
     config, attached = source.without_attached(config)
-    family = source.family(config, weights) or family_for(config, weights)
+    family = family_for(config, weights, source.config.get("model_type"))
     theirs = write_weights(weights, family, config, dtype)
     tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
@@ -120,11 +120,6 @@ class _Source(NamedTuple):
     def harmless(self) -> dict[str, Any]:
         """Settings that do not affect what the model computes."""
         return {k: v for k, v in self.config.items() if k in HARMLESS and k not in _REPLACED}
-
-    def family(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Family | None:
-        """Its family, if that still expresses the model."""
-        named = (f for f in FAMILIES if f.name == self.config.get("model_type"))
-        return next((f for f in named if not f.cannot_express(config, weights)), None)
 
     def without_attached(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
         """The settings without the map that was attached to the source, and the field for it."""

@@ -44,7 +44,7 @@ from fenchel.checkpoints.directory import (
 )
 from fenchel.checkpoints.safetensors_header import read_header
 from fenchel.files import printable
-from fenchel.model.families import FAMILIES, Family, Match, family_for
+from fenchel.model.families import Family, Match, family_for
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.tensor_rows import TRANSPOSED
 from fenchel.model.lora import LoraLinear, lora_layers
@@ -88,9 +88,7 @@ def family_of_model(model: Transformer) -> Family:
     """The family that a model was loaded from, or the first that expresses it."""
     config = json.loads(model.source_files.get(CONFIG, b"{}"))
     weights = [name for name in model.state_dict() if not name.endswith((".lora_A", ".lora_B"))]
-    named = (family for family in FAMILIES if family.name == config.get("model_type"))
-    found = (family for family in named if not family.cannot_express(model.config, weights))
-    return next(found, None) or family_for(model.config, weights)
+    return family_for(model.config, weights, config.get("model_type"))
 
 
 def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dict[str, Tensor]]:

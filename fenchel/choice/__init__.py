@@ -12,7 +12,7 @@ from fenchel.choice.by_name import MAPS, by_name
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
-from fenchel.choice.kkt import Multipliers, Residuals, kkt, multipliers
+from fenchel.choice.kkt import Residuals, kkt, multipliers
 from fenchel.choice.kl_budget import beta_for_budget
 from fenchel.choice.reverse_kl import ReverseKL, reverse_kl
 from fenchel.choice.softmax import Softmax
@@ -23,7 +23,6 @@ __all__ = [
     "Choice",
     "Entmax",
     "Hard",
-    "Multipliers",
     "Residuals",
     "ReverseKL",
     "Softmax",

@@ -7,7 +7,7 @@ from fenchel.data.document_tokens import DocumentEncoder
 from fenchel.data.packing import DocumentIds, PackedBatches
 from fenchel.data.split import Split
 from fenchel.data.text import Document, Text, holds_conversations, open_text
-from fenchel.data.token_files import Corpus, CorpusFacts, ProgressCallback, prepare
+from fenchel.data.token_files import Corpus, ProgressCallback, prepare
 from fenchel.data.tokens import (
     END,
     PAD,
@@ -28,7 +28,6 @@ __all__ = [
     "Batches",
     "ChatTemplate",
     "Corpus",
-    "CorpusFacts",
     "Document",
     "DocumentEncoder",
     "DocumentIds",

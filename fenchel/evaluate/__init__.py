@@ -6,9 +6,6 @@ from fenchel.evaluate.calibration import (
     Bin,
     Calibration,
     Confidence,
-    LabelSmoothing,
-    Outcomes,
-    TemperatureFit,
     brier_score,
     calibration_error,
     confidence,
@@ -19,8 +16,8 @@ from fenchel.evaluate.calibration import (
     smoothed_targets,
     summarise,
 )
-from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
-from fenchel.evaluate.diagnostics import PITFALLS, Finding, Pitfall, pitfalls
+from fenchel.evaluate.compare import Evaluation, compare, fingerprint
+from fenchel.evaluate.diagnostics import PITFALLS, Pitfall, pitfalls
 from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.score import (
     ChoiceScore,
@@ -29,7 +26,6 @@ from fenchel.evaluate.score import (
     score_choice,
     score_documents,
     text_ids,
-    truncate_ids,
 )
 from fenchel.evaluate.text import (
     EvaluationText,
@@ -44,18 +40,13 @@ __all__ = [
     "Bin",
     "Calibration",
     "ChoiceScore",
-    "Comparison",
     "Confidence",
     "Evaluation",
     "EvaluationText",
-    "Finding",
-    "LabelSmoothing",
     "Neighbour",
     "Neighbours",
-    "Outcomes",
     "Pitfall",
     "Score",
-    "TemperatureFit",
     "TextEvaluation",
     "attention_health",
     "attention_maps",
@@ -83,5 +74,4 @@ __all__ = [
     "smoothed_targets",
     "summarise",
     "text_ids",
-    "truncate_ids",
 ]

@@ -355,7 +355,7 @@ def _confidence(fitted: Predictions, count: int, measured: Predictions, bins: in
     logits_NV, targets_N = _subsample(fitted, count)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)
-    plain, *scaled = (summarise(one, bins=bins) for one in _outcomes(measured, temperatures))
+    plain, *scaled = (summarise(one, bins=bins) for one in all_outcomes(measured, temperatures))
     return Confidence(T, len(targets_N), plain, scaled[0] if scaled else None)
 
 
@@ -393,7 +393,7 @@ def _subsample(pairs: Predictions, total: int) -> tuple[Tensor, Tensor]:
     return logits[:filled], torch.cat(targets)
 
 
-def _outcomes(pairs: Predictions, temperatures: tuple[float, ...]) -> list[Outcomes]:
+def all_outcomes(pairs: Predictions, temperatures: Sequence[float] = (1.0,)) -> list[Outcomes]:
     """Outcomes of every prediction at each temperature, from one pass over the text."""
     parts: list[list[Outcomes]] = [[] for _ in temperatures]
     for logits_NV, targets_N in pairs:

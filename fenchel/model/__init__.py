@@ -4,22 +4,16 @@ from fenchel.model.attention import l2_as_dot_product
 from fenchel.model.config import ModelConfig
 from fenchel.model.flops import Flops, attention_entries, forward_flops, training_flops
 from fenchel.model.forward_context import (
-    AttentionOverride,
-    Cache,
     CrossAttentionCache,
     ForwardContext,
-    Observer,
 )
 from fenchel.model.transformer import Transformer, evaluating
 
 __all__ = [
-    "AttentionOverride",
-    "Cache",
     "CrossAttentionCache",
     "Flops",
     "ForwardContext",
     "ModelConfig",
-    "Observer",
     "Transformer",
     "attention_entries",
     "evaluating",

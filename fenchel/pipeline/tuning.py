@@ -53,9 +53,9 @@ from fenchel.data import (
 )
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
-from fenchel.evaluate import attention_health, outcomes, score_documents, summarise
+from fenchel.evaluate import attention_health, score_documents, summarise
 from fenchel.evaluate.attention import PROMPT, attention_sensitivity
-from fenchel.evaluate.calibration import Outcomes
+from fenchel.evaluate.calibration import all_outcomes
 from fenchel.evaluate.score import document_predictions
 from fenchel.files import Damaged, read_sealed_json
 from fenchel.model import ModelConfig, Transformer
@@ -329,12 +329,7 @@ class TuneTask(Task):
         sensitivity of attention on the first ``MEASURED`` tokens of its longest document.
         """
         documents = document_batches(self.config, self.corpus, validation=True)
-        parts = [
-            Outcomes(*(x.cpu() for x in outcomes(*pair)))
-            for pair in document_predictions(model, documents)
-        ]
-        columns = (torch.cat(column) for column in zip(*parts, strict=True))
-        found = summarise(Outcomes(*columns))
+        [found] = map(summarise, all_outcomes(document_predictions(model, documents)))
         bits = found.loss * (documents.targets + documents.cut_off) / math.log(2.0)
         row = documents.rows[0]  # packing begins with the longest
         assert row.segments is not None

@@ -7,10 +7,10 @@ from fenchel.sensitivity.attention_jacobian import (
 )
 from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.certificate import Certificate, certify
-from fenchel.sensitivity.finite_difference import Remainder, difference_jacobian, remainder
+from fenchel.sensitivity.finite_difference import difference_jacobian, remainder
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.lipschitz_cone import Cone, cone
-from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
+from fenchel.sensitivity.norms import influence, token_norm
 from fenchel.sensitivity.operator import Matrix, Operator, identity
 from fenchel.sensitivity.perturbation import Ball
 from fenchel.sensitivity.spectrum import SingularValues, singular_values
@@ -23,9 +23,7 @@ __all__ = [
     "Cone",
     "Matrix",
     "Operator",
-    "Remainder",
     "SingularValues",
-    "TokenBracket",
     "Witness",
     "attention_jacobian",
     "bounds",

@@ -39,8 +39,8 @@ product of the upper bounds is another, and the smaller one is used.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass, fields, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -289,7 +289,7 @@ class SelfAttention(TokenLayer):
 
     def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
         """Bounds per head, each with its own rows of W_O; computed in float64."""
-        layer = self.double()
+        layer: SelfAttention = _double(self)
         x = project(X.double(), *layer._weights)
         q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in layer._qkv(X.double()))
         x = x._replace(q=q, k=k, v=v, rotations=layer.rotations)
@@ -311,25 +311,6 @@ class SelfAttention(TokenLayer):
             eye = torch.eye(W.shape[-1], dtype=X.dtype, device=X.device)
             both.append(repeat_heads(outward(gain).view(1, -1, 1, 1) * eye, self._heads))
         return both[0], both[1]
-
-    def double(self) -> "SelfAttention":
-        """The same layer with its tensors in float64."""
-        W_Q, W_K, W_V = (w.double() for w in (self.W_Q, self.W_K, self.W_V))
-        b_Q, b_K, b_V = (None if b is None else b.double() for b in self.biases)
-        W_O, rotations = (None if x is None else x.double() for x in (self.W_O, self.rotations))
-        qk_norm = None
-        if self.qk_norm is not None:
-            qk_norm = self.qk_norm[0].double(), self.qk_norm[1].double()
-        return replace(
-            self,
-            W_Q=W_Q,
-            W_K=W_K,
-            W_V=W_V,
-            W_O=W_O,
-            biases=(b_Q, b_K, b_V),
-            rotations=rotations,
-            qk_norm=qk_norm,
-        )
 
     @property
     def _heads(self) -> int:
@@ -392,14 +373,6 @@ class NormLayer(TokenLayer):
     def gain(self, X: Tensor, radius: float | Tensor) -> Tensor:
         """A bound of the gain within ``radius`` of every token: (..., M) -> (...)."""
         return norm_layer(X, self.weight, eps=self._eps(X), kind=self.kind, radius=radius)
-
-    def double(self) -> "NormLayer":
-        """The same layer in float64, with the same eps."""
-        weight, bias = (None if x is None else x.double() for x in (self.weight, self.bias))
-        eps = self.eps
-        if eps is None and self.weight is not None:
-            eps = self._eps(self.weight)
-        return replace(self, weight=weight, bias=bias, eps=eps)
 
     def _eps(self, X: Tensor) -> float:
         if self.eps is not None:
@@ -488,7 +461,8 @@ class GatedLayer(TokenLayer):
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """The largest |J| + |diag(d) W_G^T| + |diag(e) W_U^T| of a token, in float64."""
-        layer, X = self.double(), X.double()
+        layer: GatedLayer = _double(self)
+        X = X.double()
         g, u = layer._parts(X)
         W_G, W_U = layer.W_G.mT, layer.W_U.mT
         rounding = 4.0 * (X.shape[-1] + 8) * torch.finfo(X.dtype).eps
@@ -509,17 +483,26 @@ class GatedLayer(TokenLayer):
         upper, variation = outward(torch.stack(bounds), sum(W_G.shape)).amax(0).tolist()
         return BallBound(upper, variation, upper)
 
-    def double(self) -> "GatedLayer":
-        """The same layer with its tensors in float64."""
-        b_G, b_U = (None if b is None else b.double() for b in self.biases)
-        return replace(self, W_G=self.W_G.double(), W_U=self.W_U.double(), biases=(b_G, b_U))
-
     def _parts(self, X: Tensor) -> tuple[Tensor, Tensor]:
         g, u = (
             X @ W if b is None else X @ W + b
             for W, b in zip((self.W_G, self.W_U), self.biases, strict=True)
         )
         return g, u
+
+
+def _double(value: Any) -> Any:
+    """A layer, a tuple or a tensor with all tensors in float64; other values as they are."""
+    if isinstance(value, Tensor):
+        return value.double()
+    if isinstance(value, tuple):
+        return tuple(map(_double, value))
+    if not isinstance(value, SelfAttention | NormLayer | GatedLayer):
+        return value
+    changes = {field.name: _double(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, NormLayer) and value.weight is not None:
+        changes["eps"] = value._eps(value.weight)  # None would be the eps of float64
+    return replace(value, **changes)
 
 
 @final

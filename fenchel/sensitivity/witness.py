@@ -64,7 +64,10 @@ def blowup(
     ``score_scale`` multiplies scores, 1 / sqrt(D) unless given.
     """
     A, V = _checked(W_Q, W_K, W_V, n, score_scale)
-    row, s = _row(n, choice, prior, A)
+    log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
+    spread = curvature(choice, choice.weights(A.new_zeros(1, 1, n, n), log_prior)[0, 0])
+    row = _row(spread)
+    s = spread[row]
     e = _signs(s, row)
     kappa = float((s * e.square()).sum() - (s * e).sum().square() / s.sum())
     u = _direction(A, V)
@@ -76,7 +79,7 @@ def blowup(
     value = float((V.mT @ u).norm())
     squares = (kappa * float(reach.norm())) ** 2
     if float((u @ A @ u).abs()) <= 1e-12 * float(reach.norm()):
-        squares += _spread_rows(n, choice, prior, A, e, row, float(u @ A @ w))
+        squares += _spread_rows(spread, e, row, float(u @ A @ w))
     dtype = W_Q.dtype
     return Witness(X.to(dtype), direction.to(dtype), squares**0.5 * value, scale**2)
 
@@ -147,12 +150,8 @@ def _checked(
     return A, V
 
 
-def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, Tensor]:
-    """The row that can move most when its scores are 0, and the spread of its choice: (n,)."""
-    z = A.new_zeros(1, 1, n, n)
-    log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
-    p = choice.weights(z, log_prior)[0, 0]
-    s = curvature(choice, p)
+def _row(s: Tensor) -> int:
+    """The row that can move most, by the spreads of the choices where scores are 0: (n, n)."""
     off = s - s.diagonal().diag()  # token i itself stays at 0
     room = off.sum(-1) - _imbalance(off).square() / s.sum(-1).clamp(min=1e-300)
     best = int(room.argmax())
@@ -161,7 +160,7 @@ def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, T
             "self-attention is Lipschitz here, so nothing blows up: no row spreads its choice "
             "over a second key when its scores are equal."
         )
-    return best, s[best]
+    return best
 
 
 def _imbalance(off: Tensor) -> Tensor:
@@ -205,13 +204,8 @@ def _direction(A: Tensor, V: Tensor) -> Tensor:
     return best
 
 
-def _spread_rows(
-    n: int, choice: Choice, prior: Prior | None, A: Tensor, e: Tensor, row: int, turn: float
-) -> float:
+def _spread_rows(s: Tensor, e: Tensor, row: int, turn: float) -> float:
     """sum over the other rows of their squared leading constants when u^T A u = 0."""
-    z = A.new_zeros(1, 1, n, n)
-    log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
-    s = curvature(choice, choice.weights(z, log_prior)[0, 0])
     mean = (s @ e) / s.sum(-1).clamp(min=1e-300)
     # Row j moves by s_ji (0 - mean_j) e_j (u^T A w) t^2 along W_V^T u.
     moves = s[:, row] * mean * e * turn

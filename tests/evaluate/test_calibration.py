@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from fenchel.evaluate import (
-    Outcomes,
     brier_score,
     calibration_error,
     outcomes,
     reliability,
     summarise,
 )
+from fenchel.evaluate.calibration import Outcomes
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

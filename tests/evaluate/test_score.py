@@ -19,9 +19,8 @@ from fenchel.evaluate import (
     score,
     score_choice,
     text_ids,
-    truncate_ids,
 )
-from fenchel.evaluate.score import predictions
+from fenchel.evaluate.score import predictions, truncate_ids
 from fenchel.model import ModelConfig, Transformer
 
 V = 23

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from fenchel.inspection import ForwardTrace, Method, open_model
+from fenchel.inspection import open_model
 from fenchel.inspection.blocks import boyd_ascent, gain, measure_block
 from fenchel.inspection.end_to_end import growth, influence, network
 from fenchel.inspection.linearisation import GraphJacobian, derivative
-from fenchel.inspection.trace import NormInput
+from fenchel.inspection.trace import ForwardTrace, NormInput
+from fenchel.inspection_result import Method
 
 METHOD = Method(
     dtype="float32",

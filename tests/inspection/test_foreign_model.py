@@ -18,8 +18,9 @@ from fenchel.checkpoints.directory import open_directory
 from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.choice import Entmax
 from fenchel.hf import register, unregister
-from fenchel.inspection import ForwardTrace, open_model
+from fenchel.inspection import open_model
 from fenchel.inspection.foreign_model import ForeignModel, open_foreign
+from fenchel.inspection.trace import ForwardTrace
 
 FOREIGN = ("opt", "phi", "distilbert")
 """Families that our own loader does not read."""

@@ -17,9 +17,10 @@ from torch.autograd.functional import jacobian
 from fenchel.attention import Causal, Window
 from fenchel.attention.spec import AttentionCall
 from fenchel.data import TextTokenizer, train_tokenizer
-from fenchel.inspection import ForwardTrace, open_model, recorder
+from fenchel.inspection import open_model, recorder
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.our_model import OurModel
+from fenchel.inspection.trace import ForwardTrace
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
 from fenchel.sensitivity import spectral_norm

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fenchel.checkpoints.directory import open_directory
 from fenchel.checkpoints.tokenizer import read_tokenizer
-from fenchel.inspection import ForwardTrace
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.heads import row_stats, row_weights
 from fenchel.inspection.our_model import open_known
+from fenchel.inspection.trace import ForwardTrace
 
 BOTH = ("gpt2", "mistral", "gemma2", "bert")
 OURS = (*BOTH, "llama", "qwen3", "gemma", "neox", "bloom", "albert")

@@ -37,10 +37,15 @@ def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
     )
 
 
-def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
-    """The first family that expresses ``config`` with ``tensors``; raises with the nearest gap."""
+def family_for(
+    config: ModelConfig, tensors: Collection[str], preferred: str | None = None
+) -> Family:
+    """The first family that expresses ``config`` with ``tensors``; raises with the nearest gap.
+
+    That of the name ``preferred`` comes before all others.
+    """
     tried = []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family.name != preferred):
         gaps = family.cannot_express(config, tensors)
         if not gaps:
             return family
