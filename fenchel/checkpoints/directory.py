@@ -288,7 +288,8 @@ def bounded_json_file(path: Path, name: str) -> Path:
 
 def regular_file(path: Path, name: str) -> Path:
     """``path / name`` if it is a regular file of the directory, or the blob that it links to."""
-    if not name or Path(name).name != name or name[0] in ".~" or not _is_plain_name(name):
+    plain = name.isprintable() and not set(name) & set('/\\:*?"<>|')
+    if not name or Path(name).name != name or name[0] in ".~" or not plain:
         raise Damaged(
             f"{path} refers to a file {printable(repr(name))}; "
             "only plain names of files in the directory itself are opened."
@@ -464,7 +465,3 @@ def _no_weights(path: Path) -> str:
             f"so fenchel never does; save them as {WEIGHTS} where they are trusted."
         )
     return f"{path} holds neither {WEIGHTS} nor {INDEX}."
-
-
-def _is_plain_name(name: str) -> bool:
-    return name.isprintable() and not set(name) & set('/\\:*?"<>|')

@@ -134,10 +134,6 @@ class Text:
         """Hexadecimal SHA-256 over names and texts of all documents in order."""
         return self.tally().sha256()
 
-    def bytes(self) -> int:
-        """Bytes of all documents as UTF-8."""
-        return self.tally().bytes
-
 
 def open_text(source: str, *, most: int | None = None, messages: bool = False) -> Text:
     """The text that ``source`` names: a built-in one, or a path.

@@ -178,14 +178,6 @@ class Corpus:
         for n, (start, stop) in enumerate(pairwise(ends.tolist())):
             yield Document(str(n), self.tokenizer.decode(ids[start + 1 : stop].tolist()))
 
-    def train_text(self, limit: int | None = None) -> bytes:
-        """The training text, documents separated by form feeds, at most ``limit`` bytes."""
-        return self._text(limit, validation=False)
-
-    def validation_text(self, limit: int | None = None) -> bytes:
-        """The validation text, likewise."""
-        return self._text(limit, validation=True)
-
     def reopen_text(self) -> Text:
         """The text of the source; a folder with far more files than documents is refused.
 
@@ -194,21 +186,19 @@ class Corpus:
         most = most_files(self.facts.documents)
         return open_text(self.source, most=most, messages=self.facts.conversations)
 
-    def _text(self, limit: int | None, *, validation: bool) -> bytes:
+    def text(self, *, validation: bool) -> bytes:
+        """The text of one stream, read from its source, documents separated by form feeds."""
         tally = Tally()
         facts = self.facts
         bytes_read = facts.train_bytes + facts.validation_bytes
         every, whole = self.recipe["validation"], facts.conversations
         split = Split(every, facts.documents, bytes_read, whole)
-        documents, size = [], 0
+        documents = []
         for part in split.parts(tally.watch(self.reopen_text().documents())):
             if tally.bytes > bytes_read:
                 break  # another text, whatever follows
             if part.validation == validation:
                 documents.append(part.document.text.encode())
-                size += len(documents[-1]) + len(_BETWEEN)
-                if limit is not None and size - len(_BETWEEN) >= limit:
-                    return _BETWEEN.join(documents)[:limit]  # the rest is neither read nor checked
         _require_same(facts.text_sha256, tally.sha256(), self.source)
         return _BETWEEN.join(documents)
 
@@ -239,8 +229,11 @@ def prepare(
     conversations = encoder is not None and encoder.template is not None
     text = open_text(config.source, messages=conversations)
     tally = _measure(text, progress)
-    given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
-    given = given if encoder is None else encoder.tokenizer_json
+    given = None if encoder is None else encoder.tokenizer_json
+    if given is None and config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        load_tokenizer(path)  # an unusable file is refused before any work
+        given = path.read_bytes()
     model, vocabulary = config.tokenizer_model, config.vocabulary or vocabulary_for(tally.bytes)
     recipe = {
         "text": tally.sha256(),
@@ -272,11 +265,6 @@ def _measure(text: Text, progress: ProgressCallback) -> Tally:
         progress("reading the text", min(tally.bytes, size), size)
     progress("reading the text", size, size)
     return tally
-
-
-def _read_tokenizer(path: Path) -> bytes:
-    load_tokenizer(path.expanduser())  # an unusable file is refused before any work
-    return path.expanduser().read_bytes()
 
 
 def _reusable(folder: Path, recipe: Mapping[str, Any], owned: bool) -> Corpus | None:

@@ -312,7 +312,6 @@ def confidence(
     *,
     context: int,
     stride: int | None = None,
-    bins: int = BINS,
     batch: int = 8,
     progress: ProgressCallback | None = None,
 ) -> Confidence:
@@ -328,7 +327,7 @@ def confidence(
     options: dict[str, Any] = {"context": context, "stride": stride, "batch": batch}
     fitted = predictions(model, ids[: middle + 1], progress=first, **options)
     measured = predictions(model, ids[middle:], progress=second, **options)
-    return _confidence((x[1:] for x in fitted), middle, (x[1:] for x in measured), bins)
+    return _confidence((x[1:] for x in fitted), middle, (x[1:] for x in measured))
 
 
 def document_confidence(
@@ -336,26 +335,25 @@ def document_confidence(
     first: PackedBatches,
     second: PackedBatches,
     *,
-    bins: int = BINS,
     progress: ProgressCallback | None = None,
 ) -> Confidence:
     """``confidence`` on documents: fitted on the ``first`` ones and measured on the ``second``."""
     begin, end = _halves(progress, first.targets, first.targets + second.targets)
     fitted = document_predictions(model, first, progress=begin)
     measured = document_predictions(model, second, progress=end)
-    return _confidence(fitted, first.targets, measured, bins)
+    return _confidence(fitted, first.targets, measured)
 
 
 Predictions = Iterable[tuple[Tensor, Tensor]]
 """Blocks of logits (N, V) and targets (N,)."""
 
 
-def _confidence(fitted: Predictions, count: int, measured: Predictions, bins: int) -> Confidence:
+def _confidence(fitted: Predictions, count: int, measured: Predictions) -> Confidence:
     """``count`` is the number of predictions that the temperature is fitted on."""
     logits_NV, targets_N = _subsample(fitted, count)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)
-    plain, *scaled = (summarise(one, bins=bins) for one in all_outcomes(measured, temperatures))
+    plain, *scaled = map(summarise, all_outcomes(measured, temperatures))
     return Confidence(T, len(targets_N), plain, scaled[0] if scaled else None)
 
 

@@ -104,9 +104,7 @@ def score(
     for number, logits_NV, targets_N in predictions(
         model, part, context=context, stride=stride, batch=batch, progress=progress, shared=shared
     ):
-        wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
-        sums.append((number, len(losses_N), [float(losses_N.sum(dtype=torch.float64))]))
+        sums.append((number, len(targets_N), [_loss_sum(logits_NV, targets_N)]))
     total, count = 0.0, 0
     for _, targets, (loss_sum,) in _in_order(sums, shared):
         total += loss_sum
@@ -140,10 +138,8 @@ def score_documents(
     total, count = 0.0, 0
     pairs = document_predictions(model, documents, limit=limit, progress=progress)
     for logits_NV, targets_N in pairs:
-        wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
-        total += float(losses_N.sum(dtype=torch.float64))
-        count += len(losses_N)
+        total += _loss_sum(logits_NV, targets_N)
+        count += len(targets_N)
     loss = _number(total / count)
     share = bytes * count / (documents.targets + documents.cut_off)
     return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
@@ -242,6 +238,12 @@ def _in_order(blocks: list[Block], shared: Sharing | None) -> list[Block]:
     if shared is None:
         return blocks
     return sorted(chain.from_iterable(shared.gather(blocks)), key=itemgetter(0))  # stable
+
+
+def _loss_sum(logits_NV: Tensor, targets_N: Tensor) -> float:
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
+    return float(losses_N.sum(dtype=torch.float64))
 
 
 def _number(loss: float) -> float:

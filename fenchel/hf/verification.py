@@ -98,7 +98,9 @@ def prove(
             )
         with attach(model, choice):
             change = _largest(_output(model, inputs) - eager)
-            leak = _leak(model, inputs) if _all_causal(layers) else None
+            masks = [mask for layer in layers for mask in layer.masks]
+            causal = all(mask.startswith(("causal", "window")) for mask in masks)
+            leak = _leak(model, inputs) if causal else None
     if choice != SOFTMAX and not change > 0.0:
         raise ValueError(f"{choice} changed nothing in {type(model).__name__} on these inputs.")
     if leak is not None and not leak <= allowed:
@@ -111,7 +113,8 @@ def prove(
 
 def attention_layers(model: nn.Module) -> dict[str, str]:
     """Innermost modules that are attention by the name of their class: name -> class."""
-    kinds = {n: type(m).__name__ for n, m in model.named_modules() if _is_attention(m)}
+    modules = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: kind for name, kind in modules.items() if "Attention" in kind}
     return {n: kind for n, kind in kinds.items() if not any(m.startswith(f"{n}.") for m in kinds)}
 
 
@@ -151,10 +154,6 @@ def _rows(output: Any) -> Tensor:
     return rows
 
 
-def _all_causal(layers: tuple[ProvedLayer, ...]) -> bool:
-    return all(mask.startswith(("causal", "window")) for layer in layers for mask in layer.masks)
-
-
 def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
     """How far the outputs before the last move when the last id is replaced."""
     ids = inputs.get("input_ids")
@@ -172,10 +171,6 @@ def _largest(x: Tensor) -> float:
 
 def _same(name: str, caller: str) -> bool:
     return name == caller or name.startswith(f"{caller}.") or caller.startswith(f"{name}.")
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "Attention" in type(module).__name__
 
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -507,7 +507,8 @@ def baselines(corpus: Corpus) -> dict[str, float]:
             f"the training text has {corpus.facts.train_bytes / 2**20:,.0f} MiB, and a table of "
             f"n-grams is made of {BASELINE_BYTES // 2**20} MiB at most."
         )
-    table = ngram_bits(corpus.train_text(), corpus.validation_text(), order=5)  # checks the text
+    train, test = (corpus.text(validation=held_out) for held_out in (False, True))  # checks it
+    table = ngram_bits(train, test, order=5)
     whole = b"\n".join(d.text.encode() for d in corpus.reopen_text().documents())
     return {"bzip2": bzip2_bits(whole), "ngram5": table}
 

@@ -166,7 +166,7 @@ class Certificate:
     def replay(self, f: Callable[..., Any], *, failure: float = 1e-9) -> Bracket:
         """Measure ``f`` at the witness again; raises if the certificate does not hold there."""
         moves = self.witness - self.centre
-        ball = Ball.of(self.radius, self.norm, _tokens(self.centre))
+        ball = Ball.of(self.radius, self.norm, len(self.centre))
         if float((ball.within(moves) - moves).norm()) > 1e-6 * (1.0 + self.radius):
             raise ValueError("the witness lies outside the ball of this certificate.")
         bracket = spectral_norm(_derivative(f)(self.witness), failure=failure, tol=1e-6)
@@ -221,7 +221,7 @@ def certify(
     (x,) = point(x)
     if x.dim() != 2:
         raise ValueError(f"a certificate is about one sequence (N, M), got shape {tuple(x.shape)}.")
-    ball, inside = (Ball.of(r, norm, _tokens(x)) for r in (radius, _rounded_radius(radius, x)))
+    ball, inside = (Ball.of(r, norm, len(x)) for r in (radius, _rounded_radius(radius, x)))
     layer = layer_of(f)
     estimator = NormEstimator(failure, generator)
     upper = math.inf if layer is None else layer.ball_bound(x, ball, estimator).upper
@@ -264,7 +264,3 @@ def _starts(
         for X in families(layer.W_Q, layer.W_K, len(x), size):
             yield x + linear_maximiser(ball, X.to(x) - x)
     yield from random_starts(derivative, x, ball, restarts, generator=generator)
-
-
-def _tokens(x: Tensor) -> int:
-    return x.shape[-2]

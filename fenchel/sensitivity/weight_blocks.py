@@ -296,7 +296,8 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projections:
             f"weights {shapes}."
         )
     W = [repeat_heads(w, H, -3) for w in W]
-    lead = _broadcast(X.shape[:-2], *(w.shape[:-3] for w in W))
+    shapes_of_lead = (X.shape[:-2], *(w.shape[:-3] for w in W))
+    lead = tuple(torch.broadcast_shapes(*shapes_of_lead))  # type: ignore[no-untyped-call]
     X = X.expand(*lead, *X.shape[-2:])
     q, k, v = (four_axes(X.unsqueeze(-3) @ w) for w in W)
     flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
@@ -332,10 +333,6 @@ def curvature(choice: Choice, p: Tensor) -> Tensor:
     if not isinstance(scale, Tensor) and scale == 1.0:
         return s  # not worth a pass
     return scale * s
-
-
-def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -163,7 +163,7 @@ def test_two_runs_with_other_tokenizers_are_compared_on_the_held_out_text_of_the
         told(["eval", str(run_directory), "--against", str(rival), "--json"], capsys)
     )
     corpus = open_corpus(run_directory)
-    held_out = corpus.validation_text().decode().split("\f")
+    held_out = corpus.text(validation=True).decode().split("\f")
     assert found["bytes"] == corpus.facts.validation_bytes == sum(map(len, held_out))
     assert found["bits_per_byte"] == pytest.approx(bits_of(run_directory, held_out))
     assert found["against"]["bits_per_byte"] == pytest.approx(bits_of(rival, held_out))

