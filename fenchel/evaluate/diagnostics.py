@@ -16,14 +16,13 @@ a total variation TV(p, u) = sum |p - u| / 2 well above 0. It is finite for spar
 KL(p || u) may not be.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fenchel.attention import attend, entropy, scale_warning
-from fenchel.attention.spec import AttentionCall
 from fenchel.evaluate.attention import attention_calls
 from fenchel.model import Transformer
 from fenchel.model.initialisation import post_norm_trouble
@@ -91,11 +90,7 @@ def wrong_scale(model: Transformer, ids_BT: Tensor) -> list[str]:
 def collapsed_layers(model: Transformer, ids_BT: Tensor) -> list[str]:
     """A sentence per layer in which most heads have an entropy near 0."""
     sentences = []
-    for layer, call in enumerate(attention_calls(model, ids_BT)):
-        p, _, rows = _weights(call)
-        if not rows.any():
-            continue
-        per_head = (entropy(p) * rows).sum((0, 2)) / rows.sum((0, 2))
+    for layer, per_head in _per_head(model, ids_BT, lambda p, _: entropy(p)):
         share = (per_head < LOW_ENTROPY).double().mean().item()
         if share >= MOST:
             sentences.append(
@@ -108,12 +103,7 @@ def collapsed_layers(model: Transformer, ids_BT: Tensor) -> list[str]:
 def uniform_layers(model: Transformer, ids_BT: Tensor) -> list[str]:
     """A sentence per layer in which every head has the weights of its prior."""
     sentences = []
-    for layer, call in enumerate(attention_calls(model, ids_BT)):
-        p, u, rows = _weights(call)
-        if not rows.any():
-            continue
-        distance = (p - u).abs().sum(-1) / 2
-        per_head = (distance * rows).sum((0, 2)) / rows.sum((0, 2))
+    for layer, per_head in _per_head(model, ids_BT, lambda p, u: (p - u).abs().sum(-1) / 2):
         if per_head.max() < NO_CHOICE:
             sentences.append(
                 f"layer {layer}: the scores move less than {per_head.max().item():.1e} of the "
@@ -149,12 +139,21 @@ def unequal_embeddings(model: Transformer, ids_BT: Tensor) -> list[str]:  # noqa
     ]
 
 
-def _weights(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (B, H, T, S), those with every score 0, and which rows have enough open keys."""
-    p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1].double()
-    nothing = torch.zeros_like(call.q)
-    u = attend(nothing, call.k, call.v, **call.spec, return_weights=True)[1].double()
-    return p, u, ((u > 0).sum(-1) >= FEW_KEYS).double()
+def _per_head(
+    model: Transformer, ids_BT: Tensor, measure: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """The number of a layer and, per head, the mean of a measure over rows with enough open keys.
+
+    ``measure`` takes the weights (B, H, T, S) and those with every score 0.
+    """
+    for layer, call in enumerate(attention_calls(model, ids_BT)):
+        p, u = (
+            attend(q, call.k, call.v, **call.spec, return_weights=True)[1].double()
+            for q in (call.q, torch.zeros_like(call.q))
+        )
+        rows = ((u > 0).sum(-1) >= FEW_KEYS).double()
+        if rows.any():
+            yield layer, (measure(p, u) * rows).sum((0, 2)) / rows.sum((0, 2))
 
 
 PITFALLS = (

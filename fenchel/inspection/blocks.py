@@ -21,6 +21,7 @@ from fenchel.inspection.trace import BlockTrace, Branch, NormInput
 from fenchel.inspection_result import BlockResult, Interval, Method, NormGain
 from fenchel.sensitivity import bounds, spectral_norm
 from fenchel.sensitivity.golub_kahan import Bracket as SpectralBracket
+from fenchel.sensitivity.norms import unit_rows
 from fenchel.sensitivity.operator import Operator
 
 _CLIMB = 2  # steps of Boyd's method, each a pair of products
@@ -102,7 +103,7 @@ def boyd_ascent(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
 
     start (T, M); gives the movement of one output token when no input token moves by more than 1.
     """
-    d = _unit(start)
+    d = unit_rows(start)
     reached = 0.0
     for _ in range(steps):
         moved: Tensor = J @ d
@@ -110,9 +111,9 @@ def boyd_ascent(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
         at = int(sizes.argmax())
         reached = max(reached, float(sizes[at]))
         pull = torch.zeros_like(moved)
-        pull[at] = _unit(moved[at])
+        pull[at] = unit_rows(moved[at])
         back: Tensor = J.T @ pull
-        d = torch.where(back.norm(dim=-1, keepdim=True) > 0, _unit(back), d)
+        d = torch.where(back.norm(dim=-1, keepdim=True) > 0, unit_rows(back), d)
         reached = max(reached, float(back.norm(dim=-1).sum()))  # d moves that token by this much
     return reached
 
@@ -121,8 +122,3 @@ def _branch(branch: Branch | None, method: Method, generator: torch.Generator) -
     if branch is None:
         return None
     return to_interval(operator_norm(derivative(branch.f, branch.x), method, generator))
-
-
-def _unit(x: Tensor) -> Tensor:
-    size = x.norm(dim=-1, keepdim=True)
-    return x / torch.where(size > 0, size, 1.0)

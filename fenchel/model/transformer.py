@@ -122,7 +122,14 @@ class Transformer(nn.Module):
                 "one of them."
             )
         T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
-        self._require_fit(ids_BT, start + T, token_mask_BS, memory_BSM)
+        self._require_ids(ids_BT, start + T, token_mask_BS)
+        kind = self.config.kind
+        if (memory_BSM is None) == (kind == "encoder-decoder"):
+            raise ValueError(
+                "this decoder attends to its encoder's output; give memory_BSM=model.encode(ids)."
+                if memory_BSM is None
+                else f"memory_BSM was given and kind={kind!r} has no cross-attention; leave it out."
+            )
         positions_BT = None if token_mask_BS is None else token_positions(token_mask_BS)[:, start:]
         if segments_BT is not None:
             if cache is not None or token_mask_BS is not None or segments_BT.shape != ids_BT.shape:
@@ -247,22 +254,6 @@ class Transformer(nn.Module):
         experts = (m for m in self.modules() if isinstance(m, MixtureOfExperts))
         losses = [m.balance for m in experts if m.balance is not None]
         return torch.stack(losses).mean() if losses else None
-
-    def _require_fit(
-        self,
-        ids_BT: Tensor,
-        slots: int,
-        token_mask_BS: Tensor | None,
-        memory_BSM: Tensor | None,
-    ) -> None:
-        self._require_ids(ids_BT, slots, token_mask_BS)
-        kind = self.config.kind
-        if (memory_BSM is None) == (kind == "encoder-decoder"):
-            raise ValueError(
-                "this decoder attends to its encoder's output; give memory_BSM=model.encode(ids)."
-                if memory_BSM is None
-                else f"memory_BSM was given and kind={kind!r} has no cross-attention; leave it out."
-            )
 
     def _require_ids(self, ids_BT: Tensor, slots: int, token_mask_BS: Tensor | None) -> None:
         if ids_BT.ndim != 2 or ids_BT.shape[1] < 1:

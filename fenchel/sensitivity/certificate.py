@@ -36,6 +36,7 @@ from fenchel.files import write_atomic
 from fenchel.sensitivity.autodiff import jacobian, point, tensor_function
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.layers import SelfAttention, layer_of
+from fenchel.sensitivity.norms import unit_rows
 from fenchel.sensitivity.operator import Operator
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 from fenchel.sensitivity.witness import families
@@ -123,10 +124,8 @@ def sigma_gradient(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tenso
 
 def linear_maximiser(ball: Ball, g: Tensor) -> Tensor:
     """The move in the ball with the largest inner product with g: (n, d) -> (n, d)."""
-    length = g.norm(dim=-1, keepdim=True)
-    unit = g / torch.where(length > 0, length, 1.0)
     if ball.total >= ball.token * len(g) ** 0.5 * (1.0 - 1e-12):
-        return ball.token * unit
+        return ball.token * unit_rows(g)
     size = g.norm()
     return ball.within(g * (ball.total / size)) if size > 0 else torch.zeros_like(g)
 

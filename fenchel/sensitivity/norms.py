@@ -114,21 +114,22 @@ def token_norm(
     sums = influence(J).sum(-1)
     outputs = sums.topk(min(rows, N_out)).indices
     c = len(outputs)
-    d = _unit(torch.randn(c, N, M, dtype=J.dtype, device=J.device, generator=generator))
+    d = unit_rows(torch.randn(c, N, M, dtype=J.dtype, device=J.device, generator=generator))
     index = torch.arange(c, device=J.device)
     for _ in range(steps):
         moved = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out)
         pull = torch.zeros_like(moved)
-        pull[index, outputs] = _unit(moved[index, outputs])
+        pull[index, outputs] = unit_rows(moved[index, outputs])
         back = J.adjoint(pull.reshape(c, -1)).reshape(c, N, M)
-        d = torch.where(back.norm(dim=-1, keepdim=True) > 0, _unit(back), d)
+        d = torch.where(back.norm(dim=-1, keepdim=True) > 0, unit_rows(back), d)
     reached = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out).norm(dim=-1).amax(-1)
     best = reached.argmax()
     upper = sums.amax() * (1.0 + J.error)
     return TokenBracket(torch.minimum(reached[best], upper), upper, d[best])
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit_rows(x: Tensor) -> Tensor:
+    """Rows of length 1, and 0 where a row is 0: (..., d) -> (..., d)."""
     size = x.norm(dim=-1, keepdim=True)
     return x / torch.where(size > 0, size, 1.0)
 
