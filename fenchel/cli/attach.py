@@ -203,6 +203,7 @@ def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
 def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
     alike = Counter((one.kind, one.calls, ", ".join(one.masks)) for one in proof.layers)
     wide = max(len(name) for name, _, _ in alike)
+    windows = f"The windows, of up to {proof.narrowed} tokens, are narrower here"
     return [
         f"{directory}: {kind}, every attention layer by {proof.choice}",
         f"{'layers':>6}  {'class':<{wide}}  {'calls each':>10}  mask",
@@ -214,12 +215,8 @@ def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
         f" (largest difference; {proof.tolerance:.1e} allowed)",
         f"the new map against eager   {proof.change:.1e}",
         *([] if proof.leak is None else [f"from later to earlier       {proof.leak:.1e}"]),
-        *([] if proof.narrowed is None else [_narrowed(proof.narrowed)]),
+        *([] if proof.narrowed is None else [f"{windows}: the proof reads {_PROBE}."]),
     ]
-
-
-def _narrowed(window: int) -> str:
-    return f"The windows, of up to {window} tokens, are narrower here: the proof reads {_PROBE}."
 
 
 def _score_lines(scores: Mapping[str, "Score"]) -> list[str]:

@@ -20,7 +20,7 @@ would turn into its own exit.
 """
 
 import errno
-import json
+import json as json_format
 import os
 import re
 import shlex
@@ -387,7 +387,7 @@ class Console:
         """Prints the result of a run and the commands that follow it."""
         summary = _read(path / "summary.json")
         if json:
-            print(_dumps({"run": str(path), **summary}))
+            print(json_format.dumps({"run": str(path), **summary}, indent=1))
             return
         if status != "finished":
             was = "was interrupted" if status == "interrupted" else status
@@ -568,9 +568,20 @@ def for_stdout(text: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text()) if path.exists() else {}
+    values = json_format.loads(path.read_text()) if path.exists() else {}
     return {name: value for name, value in values.items() if name != "seal"}
 
 
-def _dumps(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=1)
+def short_count(value: float | None) -> str:
+    """Three digits and a unit.
+
+    >>> [short_count(x) for x in (124_439_808, 279_104, 1.1e9, 950.4, None)]
+    ['124M', '279k', '1.10B', '950', '']
+    """
+    if value is None:
+        return ""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            x = value / size
+            return f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f}{unit}"
+    return f"{value:.0f}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.cli.console import Console, Json
+from fenchel.cli.console import Console, Json, short_count
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
@@ -121,7 +121,9 @@ def presets() -> Listed:
         peak = planned.forecasts[0].peak
         blocks = f"{model.layers} x {model.width}"
         shape = (blocks, heads, str(model.context), str(model.vocabulary))
-        table.add_row(name, _amount(planned.parameters), *shape, f"{peak / 1e9:.1f}", preset.about)
+        table.add_row(
+            name, short_count(planned.parameters), *shape, f"{peak / 1e9:.1f}", preset.about
+        )
         rows.append(
             {
                 "name": name,
@@ -213,11 +215,11 @@ def _run_table(rows: "Iterable[RunRow]") -> Table:
             printable(row.path, 200),
             printable((row.time or "")[5:16]),  # without year and seconds
             row.state,
-            _amount(row.parameters),
+            short_count(row.parameters),
             steps,
             printable(row.optimiser or ""),
             "" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
-            _amount(row.tokens_per_second),
+            short_count(row.tokens_per_second),
         )
     return table
 
@@ -264,7 +266,7 @@ def _checkpoint_table(rows: Rows) -> Table:
     for row in rows:
         names = printable(row["path"], 200), printable(row["family"] or "")
         state = "not read" if row["note"] else "readable"
-        table.add_row(*names, _amount(row["parameters"]), row["dtype"] or "", state)
+        table.add_row(*names, short_count(row["parameters"]), row["dtype"] or "", state)
     return table
 
 
@@ -288,21 +290,6 @@ def _whole(value: float | None) -> str:
     ('7,044,902', '')
     """
     return "" if value is None else f"{int(value):,}"
-
-
-def _amount(value: float | None) -> str:
-    """Three digits and a unit.
-
-    >>> _amount(124_439_808), _amount(279_104), _amount(1.1e9), _amount(950.4), _amount(None)
-    ('124M', '279k', '1.10B', '950', '')
-    """
-    if value is None:
-        return ""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            x = value / size
-            return f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f}{unit}"
-    return f"{value:.0f}"
 
 
 LISTS = {"texts": texts, "presets": presets, "families": families}

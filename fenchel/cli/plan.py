@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, Switch, Whole, settings_from
+from fenchel.cli.console import Console, Switch, Whole, settings_from, short_count
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
@@ -189,8 +189,8 @@ def _time_table(plan: "Plan") -> str:
             [
                 f.layout.shard,
                 *(str(f.layout.context), str(f.passes), *map(_amount, f.received)),
-                *(_seconds(f.compute), _seconds(f.communication), _seconds(f.step)),
-                *(f"{100 * f.efficiency:.1f}", _count(f.tokens_per_second)),
+                *(f"{seconds:.3g}" for seconds in (f.compute, f.communication, f.step)),
+                *(f"{100 * f.efficiency:.1f}", short_count(f.tokens_per_second)),
                 *("-" if f.days is None else f"{f.days:.3g}", fits),
             ]
         )
@@ -208,7 +208,8 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
     limit = f"{USABLE * cluster.memory:g} of {cluster.memory:g} GB"
     sentences = []
     if (best := plan.fastest()) is not None:
-        sentences.append(f"Fastest of fenchel train within {limit}: {_phrase(best)}.")
+        cost = f"{_amount(best.peak)} GB, {best.step:.3g} s per step"
+        sentences.append(f"Fastest of fenchel train within {limit}: {best.layout} ({cost}).")
         if best.layout.recompute and advice is not None:
             sentences.append(f"Without recomputation {advice}.")
     else:
@@ -225,10 +226,6 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
     return sentences
 
 
-def _phrase(f: "Forecast") -> str:
-    return f"{f.layout} ({_amount(f.peak)} GB, {_seconds(f.step)} s per step)"
-
-
 def _amount(size: float) -> str:
     """Bytes in GB.
 
@@ -237,24 +234,3 @@ def _amount(size: float) -> str:
     """
     gigabytes = size / _GB
     return "0" if not size else f"{gigabytes:.2f}" if gigabytes < 9.995 else f"{gigabytes:.1f}"
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits.
-
-    >>> _seconds(3.2549), _seconds(0.00012)
-    ('3.25', '0.00012')
-    """
-    return f"{seconds:.3g}"
-
-
-def _count(number: float) -> str:
-    """Adds a unit prefix from 1,000 upwards.
-
-    >>> _count(637_204.0), _count(812.3)
-    ('637k', '812')
-    """
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"

@@ -52,13 +52,13 @@ def plain(rows: "Iterable[Setting]", width: int) -> str:
     paragraphs = []
     for row in rows:
         default = f", {row.default} by default" if row.default else ""
-        paragraphs.append(f"{row.name} ({row.kind}{default})\n{_meaning(row, width)}")
+        meaning = fill(_meaning(row), min(width, 100), initial_indent="  ", subsequent_indent="  ")
+        paragraphs.append(f"{row.name} ({row.kind}{default})\n{meaning}")
     return "\n".join(paragraphs)
 
 
-def _meaning(row: "Setting", width: int) -> str:
-    needs = f" Needs {row.needs}." if row.needs else ""
-    return fill(row.about + needs, min(width, 100), initial_indent="  ", subsequent_indent="  ")
+def _meaning(row: "Setting") -> str:
+    return f"{row.about} Needs {row.needs}." if row.needs else row.about
 
 
 def tables(rows: "Iterable[Setting]") -> str:
@@ -69,7 +69,6 @@ def tables(rows: "Iterable[Setting]") -> str:
         lines += ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
         for row in group:
             default = f"`{row.default}`" if row.default else ""
-            needs = f" Needs {row.needs}." if row.needs else ""
-            meaning = f"{row.about}{needs}".replace("|", "\\|")
+            meaning = _meaning(row).replace("|", "\\|")
             lines.append(f"| `{row.name}` | {row.kind} | {default} | {meaning} |")
     return "\n".join(lines)

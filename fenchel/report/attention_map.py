@@ -89,7 +89,8 @@ def attention_map(run: RunData) -> Section:
     try:
         maps = read_maps(run.sample)
     except ValueError as error:
-        reasons = run.troubles.get("sample.json", ()) or [_sentence(error)]
+        sentence = str(error)
+        reasons = run.troubles.get("sample.json", ()) or [sentence[0].upper() + sentence[1:]]
         return Section(anchor="maps", title=_TITLE, body=notes(reasons))
     L, H, T, _ = maps.data.shape
     about = (
@@ -184,8 +185,3 @@ def _data(shape: tuple[int, ...], tokens: Sequence[str], data: str) -> dict[str,
         "tokens": list(tokens),
         "data": data,
     }
-
-
-def _sentence(error: ValueError) -> str:
-    text = str(error)
-    return text[0].upper() + text[1:]

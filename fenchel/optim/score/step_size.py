@@ -2,20 +2,13 @@
 
     W <- project( shrink W + t U )       t such that the scores move by at most gamma
 
+docs/maths/score_descent.md derives it.
+
 **Length.** Without a norm of queries and keys, and with one t for both, the squared change of the
-scores is a quartic,
-
-    y(t) = |e S + t J + t^2 R|^2,     S = <q, k>,  J = c <q, dk> + d <dq, k>,  R = <dq, dk>,
-
-c and d the shrink factors of queries and keys, e = c d - 1; all five coefficients are sums of the
-products of parts (score_change.py). y reaches gamma^2 at or before the t with
-|t J + t^2 R| = g = gamma + |e S|, and
-
-    t <= (1 + sqrt 2) min(2 g / |J|, sqrt(g / |R|)),
-
-never more than a small factor beyond it. POINTS points between 0 and there, and as many between the
-two that enclose the first crossing, find it to four parts in a million: all heads of all layers at
-once, and without a synchronisation of the device. Heads that share keys share the t of the keys:
+scores is a quartic y(t), whose coefficients are sums of the products of parts (score_change.py).
+POINTS points of the line, and as many between the two that enclose the first crossing of gamma^2,
+find it to four parts in a million: all heads of all layers at once, and without a synchronisation
+of the device. Heads that share keys share the t of the keys:
 
     t_K per group     the smallest t at which one of its heads has moved by gamma
     t_Q per head      then the t at which this head has moved by gamma, the keys' part included
@@ -23,25 +16,10 @@ once, and without a synchronisation of the device. Heads that share keys share t
 so that the scores of every head, not only their mean over the group, move by gamma. As a function
 of t_Q only, y is a parabola, which gives t_Q in closed form.
 
-Under a norm of queries and keys q(t) and k(t) are curves. On the chord from the start to a point t
-of them y is the quartic again, in the share x of the chord, whose crossing gives the next point:
-
-    f(t) = x t,       f(t*) = t*  where the scores have moved by gamma.
-
-Chord and curve agree at x = 1. Two chords, the first all but a tangent, give two values of f, and
-the line through them a fixed point,
-
-    t_1 = f(t_0),  t_2 = f(t_1),  t_0 = PROBING |W| / |U|
-    t*  = t_1 + (t_2 - t_1) / (1 - f'),      f' = (t_2 - t_1) / (t_1 - t_0).
-
-If the curve bends by the share e of its length at gamma, t_1 is wrong by e, t_2 by e^2 and t* by
-about e^3, without a third chord.
-
-Closed sizes have no parts, and y is nearly a parabola: ``find_crossing`` fits one through y(0) and
-the last two points, moves to where it meets gamma^2, and keeps a bracket for when the fit fails.
-
-The gains of a norm of queries and keys move the scores of all heads of their layer. ScoreTrust
-limits them with the weights, the most widely shared first:
+Under a norm of queries and keys q(t) and k(t) are curves, of which two chords give t
+(``crossing_by_chords``). Closed sizes have no parts, and y is nearly a parabola
+(``find_crossing``). ScoreTrust limits the gains of a norm with the weights, the most widely shared
+first:
 
     s per layer       the largest share of the whole step, of gains and of weights, at which no head
                       of the layer has moved by more than gamma
@@ -74,7 +52,7 @@ Where only one of the norms is trained it takes all of c, and where none is ther
 weights then move the scores by gamma, which on the chords, measured before the scaling, is
 gamma / c. t is limited so that |t U| <= |W|, and after a move of exactly gamma the weights are
 scaled back to their previous norm per head. ScoreTrust has no ball under a norm: its limit holds
-for the gains too. docs/maths/score_descent.md derives all of this.
+for the gains too.
 
 **Statistics.** ``HeadStats`` describes the effect of a step on the scores of each head, on the
 step's own sample: RMS and largest absolute value over the sampled pairs, the scores as the softmax
@@ -108,7 +86,7 @@ from fenchel.optim.score.score_change import (
 POINTS = 512
 """Points of a line at which the quartic is evaluated at once, in each of two rounds."""
 UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
-"""1 + sqrt 2 of the bound above, and a little for rounding."""
+"""1 + sqrt 2 of the bound on the first crossing, and a little for rounding."""
 STEEPEST = 0.5
 """The largest |f'| by which the end of two chords is extrapolated."""
 ROUNDS = 5
@@ -186,7 +164,8 @@ def crossing_by_chords(
     """The t <= ``limit`` at which the scores of each head move by gamma (L, H) under a norm.
 
     ``chord`` has the products of parts on the first chord, which ends at t_0 and should be close to
-    the tangent.
+    the tangent. On the chord to t the scores have moved by gamma at the share x of it; where they
+    do so on the curve, f(t) = x t has a fixed point, which two values of f give by extrapolation.
     """
 
     def f(t: HeadFactors, chord: Tensor) -> HeadFactors:
@@ -295,6 +274,9 @@ def find_crossing(
     from_below: bool = False,
 ) -> Tensor:
     """The t in [0, limit] with change(t) = gamma, near ``start``; ``limit`` where there is none.
+
+    A parabola through the squared changes at 0 and at the last two points gives the next one, and a
+    bracket is kept for when the fit fails.
 
     ``y0`` is change(0)^2 where it is known already. With ``from_below`` the result is a point where
     the change was measured and is at most gamma, to TOLERANCE.

@@ -191,9 +191,9 @@ class ScoreTrust(torch.optim.Optimizer):
             member.param_groups = self.param_groups[begin:end]
             begin = end
             params = {p for group in member.param_groups for p in group["params"]}
-            inner = {p: _without(STATE_NAMES, self.state[p]) for p in params if p in self.state}
+            inner = {p: _select(self.state[p], ours=False) for p in params if p in self.state}
             member.__setstate__({"state": defaultdict(dict, inner)})
-        own = {p: _only(STATE_NAMES, values) for p, values in self.state.items()}
+        own = {p: _select(values, ours=True) for p, values in self.state.items()}
         self.state = defaultdict(dict, {p: values for p, values in own.items() if values})
 
     def close(self) -> None:
@@ -213,12 +213,9 @@ def _select_limited(update: WeightUpdate, proposal: HeadWeights) -> HeadWeights:
     return HeadWeights(*weights)
 
 
-def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _only(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in names}
+def _select(values: dict[str, Any], *, ours: bool) -> dict[str, Any]:
+    """The state of the limits, or that of the optimiser inside."""
+    return {name: value for name, value in values.items() if (name in STATE_NAMES) == ours}
 
 
 def _require_outputs(model: nn.Module | None, output_change: float | None) -> None:
