@@ -1,9 +1,9 @@
-"""Decoding against transformers: plain, as a CUDA graph, speculative, with smaller caches.
+"""Decoding against transformers: by kinds of steps, speculative, with smaller caches.
 
-On a GPU in bfloat16 (``graph`` replays a step of fixed shapes), on a CPU in float32 on two threads;
-all in one process, in turn (harness.py). Random weights of the shape of a Llama, on a GPU one of
-1.1 thousand million parameters; greedy, ``NEW`` tokens from a prompt of ``PROMPT``. Theirs has sdpa
-attention and its default cache, and on a GPU also its compiled static cache.
+On a GPU in bfloat16 (``fused`` replays a recorded step of fixed shapes), on a CPU in float32 on two
+threads; all in one process, in turn (harness.py). Random weights of the shape of a Llama, on a GPU
+one of 1.1 thousand million parameters; greedy, ``NEW`` tokens from a prompt of ``PROMPT``. Theirs
+has sdpa attention and its default cache, and on a GPU also its compiled static cache.
 
     tokens_per_second    of all sequences together, prefill included
     steps_per_second     without prefill: from the time of NEW tokens less that of one
@@ -15,6 +15,7 @@ attention and its default cache, and on a GPU also its compiled static cache.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,16 +64,17 @@ GPU = Machine(
     torch.bfloat16,
     LARGE,
     batches=(1, 8, 32, 128),
-    settings=({"record": None}, {"record": "graph"}, {"record": "graph", "cache": "int8"}),
+    settings=({"step": "model"}, {"step": "fused"}, {"step": "fused", "cache": "int8"}),
     rounds=3,
 )
 
 
 def our_decoders(machine: Machine, model: Any, prompts: Tensor) -> dict[str, Decode]:
-    """Our contenders; speculative decoding takes one sequence only."""
+    """Our contenders; drafts are used while a sequence decodes alone."""
 
     def decode(chosen: dict[str, Any]) -> Decode:
-        return lambda new: generate(model, prompts, max_new_tokens=new, temperature=0.0, **chosen)
+        own = deepcopy(model)  # a model keeps one recorded step, and another would replace it
+        return lambda new: generate(own, prompts, max_new_tokens=new, temperature=0.0, **chosen)
 
     settings = [s for s in machine.settings if "draft" not in s or len(prompts) == 1]
     names = (" ".join(f"{key} {value}" for key, value in s.items()) for s in settings)
@@ -137,8 +139,8 @@ def rows(machine: Machine, batch: int) -> list[dict[str, Any]]:
             traffic = line["steps_per_second"] * bytes_read(ours)
             line["of_datasheet"] = round(traffic / DATASHEET, 3)
             line["of_copy"] = round(traffic / COPY, 3)
-        if name == "plain" or name.startswith("cache"):
-            cache_kind: Any = "model" if name == "plain" else name.split()[-1]
+        if "cache" in name or name in ("plain", "step fused"):
+            cache_kind: Any = name.split()[-1] if "cache" in name else "model"
             sizes: dict[str, Any] = {"batch": batch, "positions": PROMPT + NEW, "device": "meta"}
             cache = KVCache(config, kind=cache_kind, dtype=machine.dtype, **sizes)
             line["cache_bytes"] = cache.bytes

@@ -49,7 +49,7 @@ def read_bandwidth() -> float:
 
 
 class Cache:
-    """Keys and values of ``n`` tokens, and the product of the newest, which lies in slot 0."""
+    """Keys and values of ``n`` tokens, and the product of the newest, in the last slot."""
 
     def __init__(self, n: int, D: int, *, clustered: bool) -> None:
         def normal(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ class Cache:
         stored = []
         for cached, new in ((self.keys[b], k), (self.values[b], v)):
             x = cached.clone()
-            x[:, 0] = new.view(GROUPS, self.D)
+            x[:, -1] = new.view(GROUPS, self.D)
             n, s = quantise_int8(x)
             stored.append(n.double() * s if int8 else x.double())
         return q.view(GROUPS, -1, self.D).double(), stored[0], stored[1]
@@ -111,18 +111,10 @@ def _time(
     clustered: bool = False,
     softmax: float | None = None,
 ) -> float:
-    from fenchel.kernels.decode_attention import (
-        PAGE,
-        CacheTensors,
-        DecodePosition,
-        attend_decode,
-        padded_slots,
-    )
+    from fenchel.kernels.decode_attention import PAGE, CacheTensors, attend_decode, padded_slots
 
     n, D = cache.n, cache.D
-    position = DecodePosition(
-        torch.tensor([n - 1], device="cuda"), torch.zeros(BATCH, dtype=torch.long, device="cuda")
-    )
+    token_B = torch.full((BATCH,), n - 1, device="cuda")
     tensors = CacheTensors(cache.keys.clone(), cache.values.clone())
     if int8:
         parts = [quantise_int8(x) for b in range(BATCH) for x in (cache.keys[b], cache.values[b])]
@@ -136,7 +128,7 @@ def _time(
     o = torch.full((BATCH, HEADS * D), torch.nan, device="cuda", dtype=torch.bfloat16)
 
     def call() -> None:
-        attend_decode(cache.qkv, tensors, position, o, angles=None, scale=D**-0.5, alpha=alpha)
+        attend_decode(cache.qkv, tensors, token_B, o, angles=None, scale=D**-0.5, alpha=alpha)
 
     call()
     errors, active = [], []

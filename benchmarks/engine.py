@@ -8,7 +8,7 @@ and reported, as it is for HTTP. Theirs: ``generate`` with a static cache on pro
 which neither detokenizes nor lets a sequence join. Prompts count on both sides.
 
     check               largest distance of the logits of recorded steps and of the model, relative,
-                        while rows join and leave; and how many of 128 draws are those of torch
+                        while rows join and leave; and how many of 128 draws are those of a CPU
     tokens_per_second   new tokens of all requests over seconds, the median of ``ROUNDS``
     of_copy             weights read per step times tokens per second, over the bytes per second of
                         a copy; for one request
@@ -31,11 +31,10 @@ from benchmarks.decode import COPY, LARGE, bytes_read
 from benchmarks.harness import record
 from benchmarks.train_cpu import draw, llama
 from fenchel.data import TextTokenizer
-from fenchel.generation import Sampling
-from fenchel.generation.continuous_batch import ContinuousBatch, NewRow, Prefill
-from fenchel.generation.sampling import RowSampling, draw_rows
+from fenchel.generation import Decoder, Request, RowSampling, Sampling, Update
+from fenchel.generation import draw as draw_tokens
 from fenchel.model import Transformer
-from fenchel.server.engine import Engine, Request, Update
+from fenchel.server.engine import Engine
 
 PROMPT, ROWS, ROUNDS = 32, 128, 3
 SAMPLINGS = {
@@ -163,23 +162,21 @@ def _static(model: Any, rows: int, new: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _check(model: Transformer) -> dict[str, Any]:
-    """Recorded steps beside the model itself, and the kernel of the draw beside torch."""
-    batches = [ContinuousBatch(model, rows=6, record=record) for record in ("graph", None)]
-    assert batches[0].recorded is not None
-    assert batches[1].recorded is None
+    """Recorded steps beside the model itself, and the kernel of the draw beside the CPU."""
+    decoders = [Decoder(model, rows=6, step=step) for step in ("fused", "model")]
     worst = 0.0
     joined: list[list[Any]] = [[], []]
     prompts = [torch.randint(LARGE.vocabulary, (n,)).tolist() for n in (7, 300, 33, 2, 90, 150)]
     for turn in range(12):
-        if turn % 2 == 0:
-            for batch, rows in zip(batches, joined, strict=True):
-                prefill = Prefill(model, [prompts[turn // 2]], chunk=2048)
-                prefill.read()
-                rows += batch.join(prefill, [NewRow(0, 5 + turn)])
-        if turn == 7:
-            for batch, rows in zip(batches, joined, strict=True):
-                batch.leave(rows.pop(0))
-        ours, theirs = (batch.step().float() for batch in batches)
+        for decoder, rows in zip(decoders, joined, strict=True):
+            if turn % 2 == 0:
+                row = decoder.take(prompts[turn // 2], reuse=False)
+                decoder.read([row], [prompts[turn // 2]])
+                row.token, row.end = 5 + turn, decoder.context
+                rows.append(row)
+            if turn == 7:
+                decoder.leave(rows.pop(0))
+        ours, theirs = (decoder.step().float() for decoder in decoders)
         for mine, his in zip(*joined, strict=True):
             x, y = ours[mine.index], theirs[his.index]
             assert bool(y.isfinite().all())
@@ -192,16 +189,16 @@ def _check(model: Transformer) -> dict[str, Any]:
 
 
 def _equal_draws() -> int:
-    """How many of 128 rows of 32,000 logits draw the same by the kernel and by torch."""
+    """How many of 128 rows of 32,000 logits draw the same by the kernel and on a CPU."""
     from fenchel.kernels.draw_token import draw_token
 
     z = 3 * torch.randn(128, LARGE.vocabulary, device="cuda").bfloat16()
     kinds = [*SAMPLINGS.values(), Sampling(top_k=50, top_p=0.9), Sampling(min_p=0.1, top_k=40)]
     settings = RowSampling.of([(kinds[i % len(kinds)], 17 * i) for i in range(128)])
     there = RowSampling(*(x.cuda() for x in settings))
-    n, token, marked = (torch.arange(128, device="cuda") for _ in range(3))
-    draw_token(z, there, n.clone(), token, marked)
-    return int((marked == draw_rows(z, there, n)).sum())
+    n, left, token, marked = (torch.arange(128, device="cuda") for _ in range(4))
+    draw_token(z, there, n, left, token, marked)
+    return int((marked.cpu() == draw_tokens(z.cpu(), settings, 2 * torch.arange(128))).sum())
 
 
 def _profiled(engine: Engine) -> cProfile.Profile:

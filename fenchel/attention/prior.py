@@ -246,6 +246,44 @@ class Dense(Prior):
         return x[tuple(i if size > 1 else torch.zeros_like(i) for i, size in index)]
 
 
+@dataclass(frozen=True, eq=False)
+class Positioned(Prior):
+    """A prior between one query per sequence and keys that have positions, in any order.
+
+    ``key_positions`` (B, S) or (1, S) is -1 for an absent key; the query is at the largest.
+    """
+
+    prior: Prior
+    key_positions: Tensor
+
+    def admits(self, at: ScoreIndex) -> Tensor:
+        """The keys that are there and that the prior admits at their positions."""
+        inner = self._at(at)
+        there = inner.j >= 0
+        open_ = self.prior.admits(inner)
+        return there if open_ is None else open_ & there
+
+    def bias(self, at: ScoreIndex) -> Tensor | None:
+        """That of the prior at the positions."""
+        return self.prior.bias(self._at(at))
+
+    def varies(self) -> tuple[bool, bool]:
+        """Between sequences, and between heads where the prior does."""
+        return len(self.key_positions) > 1, self.prior.varies()[1]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the prior."""
+        return self.prior.tensors()
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """The same positions with other tensors."""
+        return Positioned(self.prior.with_tensors(tensors), self.key_positions)
+
+    def _at(self, at: ScoreIndex) -> ScoreIndex:
+        b = at.b if len(self.key_positions) > 1 else torch.zeros_like(at.b)
+        return at._replace(i=self.key_positions.amax(-1)[b], j=self.key_positions[b, at.j])
+
+
 PriorLike = Prior | type[Prior] | Tensor | None
 """What ``as_prior`` accepts."""
 

@@ -34,7 +34,11 @@ from fenchel.checkpoints.directory import (
     read_bounded_json,
     regular_file,
 )
-from fenchel.checkpoints.generation_config import GENERATION, read_generation_config
+from fenchel.checkpoints.generation_config import (
+    GENERATION,
+    GenerationConfig,
+    read_generation_config,
+)
 from fenchel.checkpoints.run_checkpoint import check_tokenizer, is_run, model_files
 from fenchel.data import (
     END,
@@ -91,6 +95,18 @@ def end_ids(path: str | Path, tokenizer: TextTokenizer) -> tuple[int, ...]:
         if known := [id for id in eos if tokenizer.id_to_token(id) is not None]:
             return tuple(sorted(known, key=lambda id: id != usual))  # in their order otherwise
     return () if usual is None else (usual,)
+
+
+def suggested_generation(path: Path) -> tuple[GenerationConfig, Path]:
+    """The generation settings of a directory, or of what a run tunes, and the file they are from.
+
+    A run that began with random weights suggests none.
+    """
+    path = model_files(path)
+    source = path / (GENERATION if has_file(path, GENERATION) else CONFIG)
+    if is_run(path) or not has_file(path, CONFIG):
+        return GenerationConfig(), source
+    return read_generation_config(path), source
 
 
 def document_end(path: str | Path, tokenizer: TextTokenizer) -> int | None:

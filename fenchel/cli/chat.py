@@ -1,18 +1,7 @@
 '''fenchel chat: a conversation with a model, in a terminal or through a pipe.
 
-A turn is a message of the user and the answer to it:
-
-    ids     = the conversation by the chat template of the model          data/chat.py
-    tokens  = drawn one after another, up to a stop of the template       generation/decode.py
-    content = their text, without the white space around it
-
-A ``PrefixCache`` keeps keys and values from turn to turn, so that only what is new is read.
-
-**Context.** An answer needs room for min(max_new_tokens, context / 4) tokens. Where the
-conversation leaves less, its oldest turns are no longer given to the model, until it takes at most
-half of the context: so this happens every few turns and not at each of them, and a sentence says
-so. The system message stays. Nothing is removed from the conversation itself, which /save writes as
-a whole.
+The conversation itself is generation/conversation.py. Where it grows too long for the context, its
+oldest turns are no longer given to the model, and a sentence says so; /save writes all of it.
 
 **Lines.** A line is a message; one that begins with """ opens a message of several lines, which
 ends with """. A line that begins with / is a command, and // begins a message with a slash. On a
@@ -30,10 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console as Terminal
 
 from fenchel.cli.console import (
     DtypeName,
@@ -47,17 +35,12 @@ from fenchel.cli.console import (
     loading,
     width_of,
 )
-from fenchel.cli.generate import DEFAULTS, SamplingFlags, sampling_settings, sentence
+from fenchel.cli.generate import SamplingFlags, sentence, token_json
 from fenchel.config import did_you_mean, parse_value
 from fenchel.files import describe, printable, write_atomic
 
 if TYPE_CHECKING:
-    import torch
-
-    from fenchel.data import ChatTemplate, TextTokenizer
-    from fenchel.data.chat import Message
-    from fenchel.generation import GenerationSettings
-    from fenchel.model import Transformer
+    from fenchel.generation import Answer, Conversation, GenerationSettings
 
 HELP = {
     "/attention [N]": "what the first N tokens of the last answer read",
@@ -77,173 +60,6 @@ COMMANDS = tuple(words for words in HELP if words[1:].strip('/"'))
 MULTILINE = '"""'
 TRACED = 32
 """Tokens of which /attention shows a line, unless it is given a number."""
-End = Literal["stop", "length", "context", "interrupt"]
-
-
-class Answer(NamedTuple):
-    """An answer, and the ids that it was computed from."""
-
-    content: str
-    ids: list[int]
-    """Those of the conversation, then those of the answer without its stop."""
-    start: int
-    """Where the answer begins in ``ids``."""
-    end: End
-    """A stop, max_new_tokens, the context, or Ctrl-C."""
-
-
-class Conversation:
-    """Messages and the model that answers them."""
-
-    def __init__(
-        self,
-        model: "Transformer",
-        tokenizer: "TextTokenizer",
-        template: "ChatTemplate",
-        settings: "GenerationSettings",
-        *,
-        system: str | None = None,
-        trust_user_tokens: bool = False,
-        generator: "torch.Generator | None" = None,
-    ) -> None:
-        from fenchel.generation import PrefixCache
-
-        self.model, self.tokenizer, self.template = model, tokenizer, template
-        self.settings, self.trust_user_tokens = settings, trust_user_tokens
-        self.generator = generator
-        self.system: str | None = None
-        self.turns: list[tuple[str, str]] = []
-        """Messages of the user, and their answers."""
-        self.left_out = 0
-        """Turns at the beginning that the model does not read again."""
-        self.last: Answer | None = None
-        """The answer of the last turn, if it has been computed and not removed."""
-        self.used = 0
-        """Tokens of the conversation at the last answer."""
-        self._prefix_cache = PrefixCache()
-        self.set_system(system)
-
-    def set_system(self, text: str | None) -> None:
-        """Replace the system message; refused where the template has no place for one."""
-        self._encode(text, [], "Hello.")
-        self.system = text
-
-    def messages(self) -> "list[Message]":
-        """The whole conversation."""
-        return _messages(self.system, self.turns)
-
-    def ask(self, message: str, show: Callable[[str], None]) -> Answer:
-        """The answer to a message, whose text ``show`` receives as it is drawn."""
-        answer = self._answer(message, self.turns, show)
-        if answer.content or answer.end != "interrupt":
-            self.turns.append((message, answer.content))
-            self.last = answer
-        return answer
-
-    def retry(self, show: Callable[[str], None]) -> Answer:
-        """Another answer to the last message, in place of its answer."""
-        if not self.turns:
-            raise ValueError("there is no answer to draw again.")
-        message, _ = self.turns[-1]
-        answer = self._answer(message, self.turns[:-1], show)
-        if answer.content or answer.end != "interrupt":
-            self.turns[-1] = message, answer.content
-            self.last = answer
-        return answer
-
-    def undo(self) -> str:
-        """Remove the last turn; returns its message."""
-        if not self.turns:
-            raise ValueError("there is no message to remove.")
-        message, _ = self.turns.pop()
-        self.last, self.left_out = None, 0
-        return message
-
-    def clear(self) -> None:
-        """Remove all turns."""
-        self.turns.clear()
-        self.last, self.left_out, self.used = None, 0, 0
-
-    def _answer(
-        self, message: str, turns: list[tuple[str, str]], show: Callable[[str], None]
-    ) -> Answer:
-        import torch
-
-        from fenchel.generation import PrefixCache, TextStream, stream
-
-        ids, left_out = self._fit(message, turns)
-        room = self.model.config.context - len(ids)
-        stops = [stop for stop in self.settings.stop if isinstance(stop, str)]
-        settings = replace(
-            self.settings,
-            max_new_tokens=min(room, self.settings.max_new_tokens),
-            stop=[stop for stop in self.settings.stop if not isinstance(stop, str)],
-        )
-        text, new = TextStream(self.tokenizer, stops), list[int]()
-        written, content, size = "", "", 0
-        end: End = "interrupt"
-
-        def add(piece: str) -> None:
-            nonlocal written, content, size
-            written += piece
-            if len(stripped := written.strip()) > len(content):
-                show(stripped[len(content) :])
-                content, size = stripped, len(new)
-
-        tokens = stream(
-            self.model,
-            torch.tensor([ids], device=self.model.lm_head_weight.device),
-            settings,
-            prefix_cache=self._prefix_cache,
-            generator=self.generator,
-        )
-        try:
-            for token in tokens:
-                new.append(int(token))
-                add(text.add(new[-1]))
-                if text.stopped:
-                    break
-            add(text.flush())
-            stopped = text.stopped or (bool(new) and new[-1] in settings.stop)
-            end = "stop" if stopped else "length" if len(new) < room else "context"
-        except KeyboardInterrupt as error:
-            self._prefix_cache = PrefixCache()
-            if _ends_command(error):
-                raise
-        except BaseException:
-            self._prefix_cache = PrefixCache()
-            raise
-        self.left_out, self.used = left_out, len(ids) + len(new)
-        return Answer(content, [*ids, *new[:size]], len(ids), end)
-
-    def _fit(self, message: str, turns: list[tuple[str, str]]) -> tuple[list[int], int]:
-        """The ids that an answer is drawn from, and how many turns are left out of them."""
-        context, left_out = self.model.config.context, min(self.left_out, len(turns))
-        ids = self._encode(self.system, turns[left_out:], message)
-        whole, before = len(ids), left_out
-        if whole + min(self.settings.max_new_tokens, context // 4) > context:
-            while len(ids) > context // 2 and left_out < len(turns):
-                left_out += 1
-                ids = self._encode(self.system, turns[left_out:], message)
-        if len(ids) >= context:
-            raise ValueError(
-                f"the message has {len(ids):,} tokens with the system message and the template; "
-                f"the model reads {context:,} and needs one for its answer."
-            )
-        if left_out > before:
-            say(
-                f"The conversation has {whole:,} tokens and the model reads {context:,}: from here "
-                f"on it does not see the first {count(left_out, 'turn')}."
-            )
-        return ids, left_out
-
-    def _encode(self, system: str | None, turns: list[tuple[str, str]], message: str) -> list[int]:
-        return self.template.encode(
-            self.tokenizer,
-            [*_messages(system, turns), {"role": "user", "content": message}],
-            add_generation_prompt=True,
-            trust_user_tokens=self.trust_user_tokens,
-        )
 
 
 def run(
@@ -259,6 +75,10 @@ def run(
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
     context: Whole | None = None,
+    past_context: Annotated[bool, Parameter(negative="")] = False,
+    invariant: Annotated[bool, Parameter(negative="")] = False,
+    logprobs: Whole | None = None,
+    attention: Annotated[bool, Parameter(negative="")] = False,
     adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
@@ -295,6 +115,15 @@ def run(
     context
         Positions to read before the oldest turns are left out; as many as in training by default.
         Positions that are not learned can be read further.
+    past_context
+        Let an answer go on when the context is full, with its newest half.
+    invariant
+        Compute with the shapes of `fenchel serve --invariant`, whose bits do not depend on other
+        sequences.
+    logprobs
+        Log-probabilities of the tokens and of so many of the likeliest, with --json.
+    attention
+        What the attention of every token of an answer read, with --json; /attention shows it.
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
@@ -303,25 +132,35 @@ def run(
         Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
         instructions for it.
     seed
-        The same seed and the same messages give the same answers on the same device.
+        The same seed and the same messages give the same answers in every command and on every
+        device, unless rounding moves a draw across a border.
     json
         Print each answer as a line of JSON.
     """
     if sys.stdin is None:
         raise ValueError("standard input is closed; messages are read from it.")
+    if (logprobs is not None or attention) and not json:
+        raise ValueError("--logprobs and --attention need --json; /attention shows the attention.")
     with loading():
-        import torch
+        from fenchel.checkpoints.tokenizer import (
+            end_ids,
+            read_chat_template,
+            suggested_generation,
+        )
+        from fenchel.generation import (
+            Conversation,
+            GenerationSettings,
+            TraceAttention,
+            TraceSettings,
+        )
+        from fenchel.generation.sampling import resolve_sampling
 
-        from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
-        from fenchel.generation import GenerationSettings
-
-    chosen = sampling_settings(directory, sampling.given())
+    suggested, config_file = suggested_generation(directory)
+    chosen, from_checkpoint = resolve_sampling(suggested, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
-    if config.kind != "decoder":
-        raise ValueError(
-            f"a chat needs a decoder, and the model of {directory} is an {config.kind}."
-        )
+    if config.kind == "encoder":
+        raise ValueError(f"a chat needs a decoder, and the model of {directory} is an encoder.")
     model = model if context is None else model.with_context(context)
     if (chat_template := read_chat_template(directory, template)) is None:
         raise ValueError(
@@ -332,23 +171,35 @@ def run(
     stops = [*end_ids(directory, tokenizer), *chat_template.stops(tokenizer), *(stop or ())]
     if not stops:
         say("No token or text ends an answer of this model; --stop TEXT can give one.")
+    start = tokenizer.pad_id if suggested.decoder_start is None else suggested.decoder_start
     conversation = Conversation(
         model,
         tokenizer,
         chat_template,
         GenerationSettings(
             max_new_tokens=max_new_tokens,
-            sampling=chosen.sampling,
+            sampling=chosen,
             stop=list(dict.fromkeys(stops)),
+            seed=seed,
             cache=cache,
             draft=draft,
+            past_context=past_context,
+            invariant=invariant,
+            logprobs=logprobs,
+            trace=TraceSettings(entropy=True, attention=TraceAttention()) if attention else None,
         ),
         system=system,
         trust_user_tokens=trust_user_tokens,
-        generator=torch.Generator(on).manual_seed(seed),
+        decoder_start=None if config.kind == "decoder" else start,
+        interrupted=lambda error: not _ends_command(error),
+        on_left_out=lambda tokens, turns: say(
+            f"The conversation has {tokens:,} tokens and the model reads "
+            f"{model.config.context:,}: from here on it does not see the first "
+            f"{count(turns, 'turn')}."
+        ),
     )
-    if chosen.from_checkpoint and not json:
-        say(sentence(chosen.source, chosen.from_checkpoint))
+    if from_checkpoint and not json:
+        say(sentence(config_file, from_checkpoint))
     repl = Repl(conversation, json=json)
     if repl.interactive:
         size = sum(p.numel() for p in model.parameters())
@@ -364,7 +215,7 @@ def run(
 class Repl:
     """Reads messages and commands from standard input and prints answers and results."""
 
-    def __init__(self, conversation: Conversation, *, json: bool = False) -> None:
+    def __init__(self, conversation: "Conversation", *, json: bool = False) -> None:
         self.conversation, self.json = conversation, json
         self.interactive = sys.stdin.isatty()
         self.edited = self.interactive and sys.stdout.isatty()
@@ -471,7 +322,7 @@ class Repl:
                 self._attention(rest)
         return True
 
-    def _print_answer(self, answer: Callable[[Callable[[str], None]], Answer]) -> None:
+    def _print_answer(self, answer: "Callable[[Callable[[str], None]], Answer]") -> None:
         wrap = WordWrap(width_of(sys.stdout))
 
         def show(piece: str) -> None:
@@ -481,14 +332,18 @@ class Repl:
         given = answer(show)
         if self.json:
             tokens = len(given.ids) - given.start
-            value = {"content": given.content, "tokens": tokens, "end": given.end}
+            value: dict[str, Any] = {"content": given.content, "tokens": tokens, "end": given.end}
+            settings = self.conversation.settings
+            if settings.logprobs is not None or settings.trace is not None:
+                tokenizer = self.conversation.tokenizer
+                value["drawn"] = [token_json(token, tokenizer) for token in given.tokens]
             print(json_format.dumps(value, ensure_ascii=False), flush=True)
         else:
             print(wrap("\n"), end="\n" if self.edited else "", flush=True)
         if not self.json:
             self._say_end(given)
 
-    def _say_end(self, answer: Answer) -> None:
+    def _say_end(self, answer: "Answer") -> None:
         conversation = self.conversation
         if answer.end == "length":
             most = conversation.settings.max_new_tokens
@@ -548,16 +403,15 @@ class Repl:
         self._print("\n".join(f"{n:<18}  {'none' if v is None else v}" for n, v in rows.items()))
 
     def _attention(self, number: str) -> None:
-        from fenchel.cli.token_attention import attention_lines
-        from fenchel.generation.attention_trace import (
-            AttentionSettings,
-            TraceSettings,
-            trace_text,
-        )
+        from fenchel.cli.token_attention import print_attention
+        from fenchel.generation import TraceAttention, TraceSettings
+        from fenchel.generation.attention_trace import trace_text
 
         if number and not (number.isdecimal() and int(number)):
             raise ValueError(f"/attention takes a number of tokens, got {printable(number)!r}.")
         conversation, answer = self.conversation, self.conversation.last
+        if conversation.decoder_start is not None:
+            raise ValueError("/attention needs a decoder without an encoder; see --attention.")
         if answer is None or answer.start == len(answer.ids):
             raise ValueError("there is no answer whose attention could be shown.")
         ids = answer.ids[: answer.start + int(number or TRACED)]
@@ -565,16 +419,10 @@ class Repl:
             conversation.model,
             ids,
             answer.start,
-            TraceSettings(entropy=True, attention=AttentionSettings()),
+            TraceSettings(entropy=True, attention=TraceAttention()),
         )
-        terminal, tokenizer = Terminal(), conversation.tokenizer
-        lines = attention_lines(
-            [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
-            traces,
-            width=width_of(sys.stdout) or 80,
-            colour=terminal.color_system == "truecolor" and not terminal.no_color,
-        )
-        self._print("\n".join(lines))
+        file = sys.stderr if self.json else sys.stdout
+        print_attention(conversation.tokenizer, ids, traces, file=file)
         if len(ids) < len(answer.ids):
             say(f"The first {len(traces):,} of {len(answer.ids) - answer.start:,} tokens.")
 
@@ -583,7 +431,10 @@ class Repl:
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
 
-SAMPLING = (*DEFAULTS,)
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 """Settings of sampling that /settings changes."""
 
 
@@ -623,16 +474,6 @@ def count(n: int, noun: str) -> str:
     ('1 turn', '1,200 tokens')
     """
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
-def _messages(system: str | None, turns: list[tuple[str, str]]) -> "list[Message]":
-    first = [] if system is None else [{"role": "system", "content": system}]
-    rest = (
-        {"role": role, "content": text}
-        for turn in turns
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    )
-    return [*first, *rest]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -24,21 +24,8 @@ from fenchel.files import Notice
 
 if TYPE_CHECKING:
     from fenchel.data import TextTokenizer
-    from fenchel.generation import Sampling
-    from fenchel.model import ModelConfig
+    from fenchel.generation import Token
 
-DEFAULTS = {
-    "temperature": 0.8,
-    "top_k": None,
-    "top_p": 0.95,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Settings of sampling where neither a flag nor the checkpoint gives one."""
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Settings of a checkpoint that count for greedy decoding too."""
 DRAFT_ROUNDS = (
     "Drafts round otherwise than single steps in half precision: the text may part from the one "
     "without --draft at a near tie (--dtype float32 keeps it)."
@@ -86,6 +73,10 @@ def run(
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
     context: Whole | None = None,
+    past_context: bool = True,
+    invariant: Annotated[bool, Parameter(negative="")] = False,
+    logprobs: Whole | None = None,
+    attention: Annotated[bool, Parameter(negative="")] = False,
     adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
@@ -120,6 +111,15 @@ def run(
     context
         Positions to read before the oldest half is dropped; as many as in training by default.
         Positions that are not learned can be read further.
+    past_context
+        Go on when the context is full, with its newest half; else the text ends there.
+    invariant
+        Compute with the shapes of `fenchel serve --invariant`, whose bits do not depend on other
+        sequences.
+    logprobs
+        Log-probabilities of the tokens and of so many of the likeliest, with --json.
+    attention
+        What the attention of every new token read: lines after the text, or numbers with --json.
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
@@ -128,7 +128,8 @@ def run(
         Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
         instructions for it.
     seed
-        The same seed draws the same text on the same device.
+        The same seed draws the same text in every command and on every device, unless rounding
+        moves a draw across a border.
     stream
         Print tokens as they are drawn.
     json
@@ -137,36 +138,47 @@ def run(
     if words and prompt:
         raise ValueError("give the prompt once: behind the directory, or by --prompt.")
     prompt = " ".join(words) or (sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
+    if logprobs is not None and not json:
+        raise ValueError("--logprobs needs --json, which has a place for numbers.")
     with loading():
-        import torch
+        from fenchel.checkpoints.tokenizer import (
+            describe_beginning,
+            end_ids,
+            suggested_generation,
+        )
+        from fenchel.generation import (
+            GenerationSettings,
+            TraceAttention,
+            TraceSettings,
+            prompt_ids,
+            updates,
+        )
+        from fenchel.generation.sampling import resolve_sampling
 
-        from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
-        from fenchel.generation import GenerationSettings, stream_text
-
-    chosen = sampling_settings(directory, sampling.given())
+    config, config_file = suggested_generation(directory)
+    chosen, from_checkpoint = resolve_sampling(config, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
+    model, tokenizer, model_config = load_checkpoint(directory, on, as_dtype, adapter)
     model = model if context is None else model.with_context(context)
     ends = end_ids(directory, tokenizer)
-    ids, source = prompt_ids(prompt, tokenizer, config, chosen.decoder_start, ends)
-    from_checkpoint = dict(chosen.from_checkpoint)
+    ids, source = prompt_ids(prompt, tokenizer, model_config, ends, config.decoder_start)
     if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
         from_checkpoint["ends"] = list(ends)
+    traced = TraceSettings(entropy=True, attention=TraceAttention()) if attention else None
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
-        sampling=chosen.sampling,
+        sampling=chosen,
         stop=[*ends, *(stop or ())],
+        seed=seed,
         cache=cache,
         draft=draft,
+        past_context=past_context,
+        invariant=invariant,
+        logprobs=logprobs,
+        trace=traced,
     )
-    pieces = stream_text(
-        model,
-        tokenizer,
-        torch.tensor(ids, device=on),
-        settings,
-        source=None if source is None else torch.tensor(source, device=on),
-        generator=torch.Generator(on).manual_seed(seed),
-    )
+    requests = [settings.request(ids, source=source)] if max_new_tokens else []
+    found = updates(model, requests, settings, tokenizer=tokenizer)
     if len(ids) > model.config.context:
         left_out = len(ids) - model.config.context
         warnings.warn(
@@ -180,48 +192,47 @@ def run(
         if draft and model.lm_head_weight.dtype.itemsize < 4:
             print(DRAFT_ROUNDS, file=sys.stderr)
         if from_checkpoint:
-            print(sentence(chosen.source, from_checkpoint), file=sys.stderr)
+            print(sentence(config_file, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
+    tokens: list[Token] = []
     wrap = WordWrap(width_of(sys.stdout))
     if show:
         print(wrap(for_stdout(prompt)), end="", flush=True)
-    for piece in pieces:
+    for update in found:
+        if update.finish == "error":
+            raise ValueError(update.error)
+        piece = "".join(token.text for token in update.tokens) + update.flush
         text += piece
+        tokens += update.tokens
         if show:
             print(wrap(for_stdout(piece)), end="", flush=True)
     if json:
         begin = describe_beginning(tokenizer)
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
         if from_checkpoint:
-            result |= {"settings": from_checkpoint, "settings_from": str(chosen.source)}
+            result |= {"settings": from_checkpoint, "settings_from": str(config_file)}
+        if logprobs is not None or attention:
+            result["tokens"] = [token_json(token, tokenizer) for token in tokens]
         print(json_format.dumps(result))
-    elif show:
-        print(wrap("\n"), end="")
-    else:
-        print(wrap(for_stdout(f"{prompt}{text}\n")), end="")
+        return 0
+    print(wrap("\n") if show else wrap(for_stdout(f"{prompt}{text}\n")), end="")
+    if attention:
+        from fenchel.cli.token_attention import print_attention
+
+        whole = [*ids, *(token.id for token in tokens)]
+        print_attention(tokenizer, whole, [token.trace for token in tokens if token.trace])
     return 0
 
 
-def prompt_ids(
-    prompt: str,
-    tokenizer: "TextTokenizer",
-    config: "ModelConfig",
-    decoder_start: int | None,
-    ends: tuple[int, ...],
-) -> tuple[list[int], list[int] | None]:
-    """The ids that the decoder continues, and those that an encoder reads; None without one.
-
-    A prompt begins as every text of the model does; an empty one that would begin without any token
-    begins with the end of the text before it.
-    """
-    if config.kind == "encoder-decoder":
-        source = tokenizer.encode_whole(prompt)
-        source += [] if source[-1:] == list(ends[:1]) else ends[:1]
-        return [tokenizer.pad_id if decoder_start is None else decoder_start], source
-    ids = [*tokenizer.begin_ids, *tokenizer.encode(prompt)] or list(ends[:1])
-    if not ids:
-        raise ValueError("no token begins or ends a text of this checkpoint; give a --prompt.")
-    return ids, None
+def token_json(token: "Token", tokenizer: "TextTokenizer") -> dict[str, Any]:
+    """A token with its numbers, as plain values."""
+    value: dict[str, Any] = {"id": token.id, "text": token.text}
+    if token.logprob is not None:
+        named = [[tokenizer.id_to_token(id), id, p] for id, p in token.top]
+        value |= {"logprob": token.logprob, "top": named}
+    if token.trace is not None:
+        value["fenchel"] = token.trace.as_json()
+    return value
 
 
 def read_logit_bias(pairs: list[str]) -> tuple[tuple[int, float], ...]:
@@ -240,46 +251,6 @@ def read_logit_bias(pairs: list[str]) -> tuple[tuple[int, float], ...]:
                 f"--logit-bias {pair!r} should be ID=VALUE, as in 50256=-100."
             ) from None
     return tuple(biases)
-
-
-class SamplingSettings(NamedTuple):
-    """How to sample, and which of it a checkpoint gives."""
-
-    sampling: "Sampling"
-    decoder_start: int | None
-    """The first token of a decoder with an encoder, according to the checkpoint."""
-    from_checkpoint: dict[str, Any]
-    """Settings that are the checkpoint's, by name."""
-    source: Path
-    """The file they come from."""
-
-
-def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSettings:
-    """The flags, else what a Hugging Face directory gives, else DEFAULTS.
-
-    A generation_config.json without do_sample gives no sampling settings; penalties count all the
-    same.
-    """
-    from fenchel.checkpoints import GenerationConfig, read_generation_config
-    from fenchel.checkpoints.directory import has_file
-    from fenchel.checkpoints.generation_config import GENERATION
-    from fenchel.checkpoints.run_checkpoint import is_run, model_files
-    from fenchel.generation import Sampling
-    from fenchel.model.families.config_reader import CONFIG
-
-    directory, config = model_files(directory), GenerationConfig()
-    if has_file(directory, CONFIG) and not is_run(directory):
-        config = read_generation_config(directory)
-    names = DEFAULTS if config.temperature else PENALTIES
-    theirs = {name: getattr(config, name) for name in names}
-    from_checkpoint = {
-        name: value
-        for name, value in theirs.items()
-        if name not in flags and value != DEFAULTS[name]
-    }
-    source = directory / (GENERATION if has_file(directory, GENERATION) else CONFIG)
-    sampling = Sampling(**(DEFAULTS | theirs | flags))
-    return SamplingSettings(sampling, config.decoder_start, from_checkpoint, source)
 
 
 def sentence(source: Path, from_checkpoint: dict[str, Any]) -> str:

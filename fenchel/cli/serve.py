@@ -5,16 +5,12 @@ import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from fenchel.cli.console import DtypeName, Whole, device_and_dtype, load_checkpoint, loading
 from fenchel.files import read_regular
-
-if TYPE_CHECKING:
-    from fenchel.generation import Sampling
-    from fenchel.model import Transformer
 
 FAILED = 4
 """Exit code after the engine has failed."""
@@ -33,6 +29,7 @@ def run(
     context: Whole | None = None,
     invariant: Annotated[bool, Parameter(negative="")] = False,
     cache: Literal["model", "float16", "int8"] = "model",
+    prefixes: bool = True,
     adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
@@ -74,6 +71,10 @@ def run(
         Make a request's bits independent of all other requests; steps always have all rows.
     cache
         What keys and values are stored in: the model's own dtype, float16 or int8.
+    prefixes
+        Keep the keys of earlier prompts and answers, so that a prompt that begins alike is read
+        from where it differs. The time to the first token then tells a client whether a beginning
+        was read before.
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
@@ -124,8 +125,13 @@ def run(
     with loading():
         import torch
 
-        from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
+        from fenchel.checkpoints.tokenizer import (
+            end_ids,
+            read_chat_template,
+            suggested_generation,
+        )
         from fenchel.evaluate.calibration import read_calibration
+        from fenchel.generation.sampling import resolve_sampling
         from fenchel.server.app import (
             App,
             Relay,
@@ -154,7 +160,7 @@ def run(
     chat_template = read_chat_template(directory, template)
     relay = Relay()
     engine = None
-    if config.kind == "decoder":
+    if config.kind != "encoder":
         engine = Engine(
             model,
             tokenizer,
@@ -162,6 +168,7 @@ def run(
             context=context,
             invariant=invariant,
             cache=cache,
+            prefixes=prefixes,
             queue=queue,
             tracing=trace_rows,
             calibration=read_calibration(directory, model),
@@ -169,6 +176,7 @@ def run(
         )
     elif context is not None:
         raise ValueError(f"--context is for decoders; this is a model of kind {config.kind}.")
+    suggested, _ = suggested_generation(directory)
     served = ServedModel(
         name=served_name,
         aliases=frozenset() if any_model else frozenset({"default", directory.resolve().name}),
@@ -176,11 +184,12 @@ def run(
         tokenizer=tokenizer,
         context=config.context if engine is None else engine.context,
         ends=end_ids(directory, tokenizer),
-        defaults=default_sampling(directory),
+        decoder_start=suggested.decoder_start,
+        defaults=resolve_sampling(suggested, {})[0],
         template=chat_template,
         template_stops=() if chat_template is None else tuple(chat_template.stops(tokenizer)),
         trust_user_tokens=trust_user_tokens,
-        fingerprint=fingerprint(model, tokenizer.to_str(), rows, invariant, cache),
+        fingerprint="" if engine is None else engine.fingerprint(),
         created=int(time.time()),
         most_choices=min(64, queue),
         most_traced=trace_rows,
@@ -221,59 +230,6 @@ def read_key(file: Path | None) -> str | None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(f"{source} should hold one word of printable ASCII as the key.")
     return key
-
-
-def default_sampling(directory: Path) -> "Sampling":
-    """How tokens are drawn where a request does not say.
-
-    As a Hugging Face directory has it, or that which a run tunes; else by OpenAI's defaults:
-    temperature 1, every token.
-    """
-    from fenchel.checkpoints import read_generation_config
-    from fenchel.checkpoints.directory import has_file
-    from fenchel.checkpoints.run_checkpoint import is_run, model_files
-    from fenchel.generation import Sampling
-    from fenchel.model.families.config_reader import CONFIG
-
-    directory = model_files(directory)
-    if is_run(directory) or not has_file(directory, CONFIG):
-        return Sampling()
-    config = read_generation_config(directory)
-    return Sampling(
-        temperature=config.temperature or 1.0,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-    )
-
-
-def fingerprint(
-    model: "Transformer", tokenizer: str, rows: int, invariant: bool, cache: str
-) -> str:
-    """Twelve digits that change with the weights, the tokenizer and how steps are computed.
-
-    Each tensor counts by the sum of its bits as integers.
-    """
-    import hashlib
-
-    import torch
-
-    from fenchel import __version__
-
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    digest = hashlib.sha256()
-    device = model.lm_head_weight.device.type
-    facts = (__version__, torch.__version__, device, rows, invariant, cache, model.config)
-    digest.update(repr(facts).encode())
-    digest.update(tokenizer.encode(errors="replace"))
-    for name, tensor in model.state_dict().items():
-        bits = tensor.detach().reshape(-1).view(integers[tensor.element_size()])
-        total = int(bits.sum(dtype=torch.int64))
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total}\n".encode())
-    return digest.hexdigest()[:12]
 
 
 def _require_range(flag: str, value: int, *, least: int = 1) -> None:

@@ -7,11 +7,16 @@ the share of the largest on a square-root scale, as background colour or, withou
 behind the token.
 """
 
+import sys
 from collections.abc import Sequence
 from statistics import fmean
+from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 
+from fenchel.cli.console import width_of
+from fenchel.data import TextTokenizer
 from fenchel.files import printable
 from fenchel.generation.attention_trace import PositionsRead, TokenTrace
 
@@ -52,6 +57,24 @@ def attention_lines(
         start = f"{set_cell_size(token, _TOKEN)} {trace.p:6.3f} {trace.rank:5} {mean}  "
         lines.append(start + _fit(_positions(read, shown), width - cell_len(start)))
     return [*lines, "", *_shaded(shown, totals, width, colour=colour)]
+
+
+def print_attention(
+    tokenizer: TextTokenizer,
+    ids: Sequence[int],
+    traces: Sequence[TokenTrace],
+    *,
+    file: TextIO | None = None,
+) -> None:
+    """Print the lines for a terminal or a pipe; ``ids`` is the whole text."""
+    terminal = Console()
+    lines = attention_lines(
+        [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
+        traces,
+        width=width_of(sys.stdout) or 80,
+        colour=terminal.color_system == "truecolor" and not terminal.no_color,
+    )
+    print("\n".join(lines), file=file, flush=True)
 
 
 def _positions(read: PositionsRead, shown: Sequence[str]) -> list[str]:

@@ -120,7 +120,7 @@ def sample(
         temperature=temperature,
         top_p=0.95,
         stop=[tokenizer.end_id] if stop is None else stop,
-        generator=torch.Generator(device).manual_seed(seed),
+        seed=seed,
     )[0]
     maps_LHTT = attention_maps(model, shown[None])
     return {

@@ -27,8 +27,8 @@ holds after rounding. All of it is about the maps of single rows: what was read,
 **During a pass.** The kernels that compute the pass return no weights. ``PassTrace.observe`` is an
 observer of the forward pass (model/forward_context.py): it scores the last query of the rows that
 are traced against the keys of the cache, while they are at hand, and ``tokens`` computes the rest
-for all layers at once. A row is one sequence of a batch whose sequences end in one column. It has
-``length`` tokens, which are the last ``length`` slots; the slots before them are absent.
+for all layers at once. A row is one sequence of a batch. It has ``length`` tokens, whose keys are
+the last ones in order, or those of ``key_positions`` (generation/kv_cache.py).
 
 **Afterwards.** ``trace_text`` reads a finished text once and traces any number of its last tokens.
 
@@ -37,7 +37,7 @@ one, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -61,7 +61,7 @@ _CHUNK = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSettings:
+class TraceAttention:
     """Of which layers and heads the positions read are given, and how many."""
 
     layers: tuple[int, ...] | None = None
@@ -77,7 +77,7 @@ class TraceSettings:
 
     entropy: bool = False
     """Entropy, effective number of keys and support per layer."""
-    attention: AttentionSettings | None = None
+    attention: TraceAttention | None = None
     """The positions read; its layers are also those of the entropy and the sensitivity."""
     sensitivity: bool = False
     confidence: bool = False
@@ -95,6 +95,9 @@ class TraceSettings:
         return tuple(range(config.layers)) if chosen is None else tuple(sorted(set(chosen)))
 
 
+TRACE_FIELDS = ("entropy", "attention", "sensitivity", "confidence")
+
+
 def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
     """The settings of a request, from plain values that may be anything.
 
@@ -102,7 +105,7 @@ def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
     >>> trace_settings({"attention": {"layers": [1], "top": 4}}, config).layers(config)
     (1,)
     """
-    fields = _fields(value, "fenchel", ("entropy", "attention", "sensitivity", "confidence"))
+    fields = _fields(value, "fenchel", TRACE_FIELDS)
     switches = {name: fields.get(name, False) for name in ("entropy", "sensitivity", "confidence")}
     for name, on in switches.items():
         if not isinstance(on, bool):
@@ -114,7 +117,7 @@ def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
     return TraceSettings(attention=chosen, **switches)
 
 
-def _attention_settings(value: object, config: ModelConfig) -> AttentionSettings:
+def _attention_settings(value: object, config: ModelConfig) -> TraceAttention:
     where = "fenchel.attention"
     fields = _fields(value, where, ("layers", "heads", "top"))
     layers, heads, top = fields.get("layers", "all"), fields.get("heads", "mean"), fields.get("top")
@@ -139,9 +142,7 @@ def _attention_settings(value: object, config: ModelConfig) -> AttentionSettings
             f"{where} asks for {weights:,} weights per token and gets {MOST_WEIGHTS:,} at most; "
             "name fewer layers or a smaller top."
         )
-    return AttentionSettings(
-        layers=None if layers == "all" else tuple(layers), heads=heads, top=top
-    )
+    return TraceAttention(layers=None if layers == "all" else tuple(layers), heads=heads, top=top)
 
 
 def _fields(value: object, where: str, known: Sequence[str]) -> Mapping[str, Any]:
@@ -307,8 +308,11 @@ class PassTrace:
         model: Transformer,
         rows: Sequence[TracedRow],
         calibration: TokenCalibration | None = None,
+        *,
+        key_positions: Callable[[int], Tensor | None] | None = None,
     ) -> None:
         self.model, self.rows, self.calibration = model, tuple(rows), calibration
+        self._key_positions = key_positions
         self.layers = _layers([row.settings for row in rows], model.config)
         self.observe: Observer | None = self._observe if self.layers else None
         """To be called in each layer of the pass; None where no row needs it."""
@@ -325,9 +329,14 @@ class PassTrace:
         if layer not in self.layers:
             return
         window = self.model.config.window(layer)
+        placed = None if self._key_positions is None else self._key_positions(layer)
         for r, row in enumerate(self.rows):
             n = min(row.length, k.shape[2], window or row.length)
-            k_GSD = k[row.row].narrow(1, k.shape[2] - n, n)
+            k_GSD = k[row.row]
+            if placed is not None:  # absent keys are at -1 and come first
+                order = placed[row.row if len(placed) > 1 else 0].argsort()
+                k_GSD = k_GSD[:, order]
+            k_GSD = k_GSD.narrow(1, k.shape[2] - n, n)
             if self._plain:  # nothing but dot products, scaled and capped for all layers at once
                 q_GRD = q[row.row, :, -1].reshape(len(k_GSD), -1, q.shape[3])
                 z = product(q_GRD.to(self._wide), k_GSD.to(self._wide).mT).flatten(0, 1)

@@ -1,17 +1,26 @@
-"""KV cache: the keys and values of positions already read, in memory allocated once.
+"""KV cache: the keys and values of tokens already read, in memory allocated once.
 
     k_cache = (k_cache, k_new),   v_cache = (v_cache, v_new),   o = attend(q_new, k_cache, v_cache)
 
-The key and value of a position do not change when later positions arrive, so a new token needs one
-query against the cache: O(S D + M^2) work per layer instead of O(S^2 D + S M^2). The tensors have
-their final size from the start and are written in place; G heads of keys are stored and never
-repeated for the H query heads. Elements per layer: 2 B G S D; with MHA G = H. Keys are stored as
-they are used, after their rotation.
+The key and value of a token do not change when later tokens arrive, so a new token needs one query
+against the cache: O(S D + M^2) work per layer instead of O(S^2 D + S M^2). The tensors have their
+final size from the start and are written in place; G heads of keys are stored and never repeated
+for the H query heads. Elements per layer: 2 B G R D; with MHA G = H. Keys are stored as they are
+used, after their rotation.
 
-**Windows.** A layer whose queries see a window of W keys stores no more than it may still need. The
-keys are in order, as a prior over distances requires: new ones are written after the old ones, and
-when the capacity is full the last W - 1 move to the front. The capacity is a quarter larger than
-the window, so that each key moves four times at most.
+**Rows.** Row b is a sequence of n_b tokens, and rows have lengths of their own. A layer has R slots
+per row, and token t is in slot t mod R. Without a window R is the number of positions, and slots
+are in the order of tokens. A layer whose queries see a window of W keys has W + ``slack`` slots:
+token t replaces token t - R, which no query sees again, and
+
+    token in slot s = n - (n - s) mod R,    none where that is negative
+
+is the position of its key for a query at n (``key_positions``). So a prior of distances, a window
+and a mask hold for keys in any order. ``select`` is a view of some rows, for a pass over those.
+
+**Several tokens.** A pass over T > 1 tokens gets the keys in order: those that its first query sees
+and the new ones. Rows of unequal numbers of new tokens are padded on the right: a causal query sees
+no key to its right, and the slots of padding are written again before a query sees them.
 
 **Stores.** How the keys (or the values) of one layer are stored:
 
@@ -23,13 +32,15 @@ What is not stored in the model's dtype is widened into a work space that the la
 cache of L layers in one byte costs L bytes per entry and the floats of one layer, not of L. A
 returned tensor is therefore valid until the next layer reads.
 
-Shapes: the keys and values of a layer are (B, G, S, D); R is the capacity of a store.
+**On the device.** A recorded step (generation/fused_step.py) has the same shapes at every token: a
+view with ``token_B`` has the numbers of tokens in device memory, and returns all R slots.
+
+Shapes: the keys and values of a layer are (B, G, S, D).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -39,10 +50,14 @@ from fenchel.model import ModelConfig
 
 INT8_MAX = 127
 """The largest int8 whose negative exists too."""
+SLACK = 16
+"""Slots of a window beyond those that a query sees: as many of the last tokens can be removed."""
+Rows = slice | Tensor
+"""Consecutive rows, or rows by their numbers."""
 
 
 class StoreShape(NamedTuple):
-    """Sequences, heads of keys, capacity and the width of a key."""
+    """Sequences, heads of keys, slots and the width of a key."""
 
     B: int
     G: int
@@ -54,25 +69,16 @@ class Store(ABC):
     """Memory for the keys, or the values, of one layer."""
 
     @abstractmethod
-    def write(self, start: int, x: Tensor) -> None:
-        """Write x (B, G, T, D) at ``start``."""
+    def write(self, rows: Rows, slots: slice | Tensor, x: Tensor) -> None:
+        """Write x (B, G, T, D) at T slots of all rows, or at a slot (B,) of each where T is 1."""
 
     @abstractmethod
-    def read(self, start: int, end: int) -> Tensor:
-        """The entries ``start`` to ``end``, in the model's dtype: (B, G, end - start, D)."""
+    def read(self, rows: Rows, start: int, end: int) -> Tensor:
+        """The slots ``start`` to ``end`` in the model's dtype: (B, G, end - start, D)."""
 
     @abstractmethod
     def buffers(self) -> tuple[Tensor, ...]:
-        """The stored tensors, positions on the third axis."""
-
-    @abstractmethod
-    def first_rows(self, B: int) -> "Store":
-        """The same memory as a store of the first ``B`` sequences."""
-
-    def slide(self, start: int, end: int, to: int = 0) -> None:
-        """Move the entries ``start`` to ``end`` to ``to``, the front by default."""
-        for x in self.buffers():
-            x.narrow(2, to, end - start).copy_(x.narrow(2, start, end - start).clone())
+        """The stored tensors, rows on the first axis and slots on the third."""
 
     @property
     def bytes(self) -> int:
@@ -91,59 +97,87 @@ class DenseStore(Store):
         device: torch.device | str,
         work: Tensor | None = None,
     ) -> None:
-        self.x = torch.empty(shape, dtype=dtype, device=device)
+        # Zeros: an absent slot has weight zero, and zero times NaN would be NaN.
+        self.x = torch.zeros(shape, dtype=dtype, device=device)
         self.work = work
+        self._parts: dict[tuple[int, int], Tensor] = {(0, shape.B): self.x}
 
-    def write(self, start: int, x: Tensor) -> None:
+    def write(self, rows: Rows, slots: slice | Tensor, x: Tensor) -> None:
         """Round to the dtype of the store."""
-        self.x.narrow(2, start, x.shape[2]).copy_(x)
+        if isinstance(rows, slice) and isinstance(slots, slice):  # few operations per step
+            self._part(rows).narrow(2, slots.start, x.shape[2]).copy_(x)
+        else:
+            _write(self.x, rows, slots, x)
 
-    def read(self, start: int, end: int) -> Tensor:
-        """A view, or a widened copy."""
-        x = self.x.narrow(2, start, end - start)
-        return x if self.work is None else self.work.narrow(2, 0, end - start).copy_(x)
+    def read(self, rows: Rows, start: int, end: int) -> Tensor:
+        """A view of consecutive rows, or a widened copy."""
+        if isinstance(rows, slice):
+            x = self._part(rows).narrow(2, start, end - start)
+        else:
+            x = self.x.narrow(2, start, end - start)[rows]
+        return x if self.work is None else self.work[: len(x), :, : end - start].copy_(x)
+
+    def _part(self, rows: slice) -> Tensor:
+        """The entries of consecutive rows."""
+        key = rows.start, rows.stop
+        if key not in self._parts:
+            self._parts[key] = self.x[rows]
+        return self._parts[key]
 
     def buffers(self) -> tuple[Tensor, ...]:
         """The entries."""
         return (self.x,)
 
-    def first_rows(self, B: int) -> "DenseStore":
-        """Views of the first sequences."""
-        store = copy(self)
-        store.x, store.work = self.x[:B], None if self.work is None else self.work[:B]
-        return store
-
 
 class Int8Store(Store):
-    """One byte per entry and one scale per token and head."""
+    """One byte per entry and one scale per token and head.
 
-    def __init__(self, shape: StoreShape, *, device: torch.device | str, work: Tensor) -> None:
-        self.n = torch.empty(shape, dtype=torch.int8, device=device)
-        self.s = torch.empty((*shape[:3], 1), dtype=torch.float32, device=device)
+    With ``slots_last`` the bytes are (B, G, D, R') in memory with R' >= R, as
+    kernels/decode_attention.py reads values.
+    """
+
+    def __init__(
+        self,
+        shape: StoreShape,
+        *,
+        device: torch.device | str,
+        work: Tensor,
+        slots_last: int | None = None,
+    ) -> None:
+        B, G, R, D = shape
+        size = shape if slots_last is None else (B, G, D, slots_last)
+        self.memory = torch.zeros(size, dtype=torch.int8, device=device)
+        self.n = self.memory if slots_last is None else self.memory.mT[:, :, :R]
+        self.s = torch.zeros((B, G, R, 1), dtype=torch.float32, device=device)
         self.work = work
 
-    def write(self, start: int, x: Tensor) -> None:
+    def write(self, rows: Rows, slots: slice | Tensor, x: Tensor) -> None:
         """Round to the grid of each token and head."""
         n, s = quantise_int8(x)
-        self.n.narrow(2, start, x.shape[2]).copy_(n)
-        self.s.narrow(2, start, x.shape[2]).copy_(s)
+        _write(self.n, rows, slots, n)
+        _write(self.s, rows, slots, s)
 
-    def read(self, start: int, end: int) -> Tensor:
+    def read(self, rows: Rows, start: int, end: int) -> Tensor:
         """s n, in the work space."""
-        x = self.work.narrow(2, 0, end - start)
+        n, s = (x.narrow(2, start, end - start)[rows] for x in (self.n, self.s))
         # Widened before it is scaled: a product of int8 and float would widen into new memory.
-        x.copy_(self.n.narrow(2, start, end - start))
-        return x.mul_(self.s.narrow(2, start, end - start))
+        return self.work[: len(n), :, : end - start].copy_(n).mul_(s)
 
     def buffers(self) -> tuple[Tensor, ...]:
         """Bytes and scales."""
         return self.n, self.s
 
-    def first_rows(self, B: int) -> "Int8Store":
-        """Views of the first sequences."""
-        store = copy(self)
-        store.n, store.s, store.work = self.n[:B], self.s[:B], self.work[:B]
-        return store
+
+def _write(memory: Tensor, rows: Rows, slots: slice | Tensor, x: Tensor) -> None:
+    if isinstance(slots, Tensor) and isinstance(rows, slice):
+        rows = torch.arange(*rows.indices(len(memory)), device=memory.device)
+    if isinstance(slots, Tensor):
+        assert isinstance(rows, Tensor)
+        memory[rows, :, slots] = x[:, :, 0].to(memory.dtype)
+    elif isinstance(rows, slice):
+        memory[rows, :, slots].copy_(x)
+    else:
+        memory[rows, :, slots] = x.to(memory.dtype)
 
 
 def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,57 +195,22 @@ CacheKind = Literal["model", "float16", "int8"]
 Half precision saves nothing for a model that is itself in half precision."""
 
 
-class LayerStores(NamedTuple):
+class LayerCache(NamedTuple):
     """The memory of one layer."""
 
     keys: Store
     values: Store
-
-
-def allocate_stores(
-    config: ModelConfig,
-    capacities: Sequence[int],
-    *,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kind: CacheKind,
-) -> tuple[list[LayerStores], tuple[Tensor, ...]]:
-    """Stores of every layer with its capacity, and the work space that they share, if any."""
-    if kind not in get_args(CacheKind):
-        raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
-    size = (batch, config.groups, max(capacities), config.head_width)
-    work: tuple[Tensor, ...] = ()
-    if kind == "int8" or (kind == "float16" and dtype != torch.float16):
-        work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
-
-    def store(capacity: int, which: int) -> Store:
-        shape = StoreShape(batch, config.groups, capacity, config.head_width)
-        if kind == "int8":
-            return Int8Store(shape, device=device, work=work[which])
-        stored = torch.float16 if kind == "float16" else dtype
-        return DenseStore(shape, dtype=stored, device=device, work=work[which] if work else None)
-
-    return [LayerStores(store(R, 0), store(R, 1)) for R in capacities], work
-
-
-@dataclass
-class _LayerCache:
-    """The keys and values of one layer; their first entry is that of slot ``first_slot``."""
-
-    keys: Store
-    values: Store
-    capacity: int
+    slots: int
     lookback: int | None
-    """How many slots before its own a query sees; None is all."""
-    first_slot: int = 0
+    """How many tokens before its own a query sees; None is all."""
 
 
 class KVCache:
-    """``positions`` keys and values of every layer.
+    """Keys and values of ``batch`` rows of up to ``positions`` tokens, in every layer.
 
-    ``dtype`` is that of the model, in which keys and values are appended and returned. The last
-    ``rewindable`` slots can be removed by ``rewind``.
+    ``dtype`` is that of the model, in which keys and values are appended and returned. A window has
+    ``slack`` slots beyond those that a query sees. ``kernel_layout`` is that of
+    kernels/decode_attention.py.
 
     >>> cache = KVCache(ModelConfig(vocabulary=9), batch=1, positions=4)
     >>> cache.length, cache.bytes
@@ -227,119 +226,247 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kind: CacheKind = "model",
-        rewindable: int = 0,
+        slack: int = SLACK,
+        kernel_layout: bool = False,
     ) -> None:
-        self.positions, self.length, self.rewindable = positions, 0, rewindable
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
-        lookbacks = [lookback(config, layer) for layer in range(config.layers)]
-        capacities = [_capacity(seen, positions, rewindable) for seen in lookbacks]
-        stores, self.work = allocate_stores(
-            config, capacities, batch=batch, dtype=dtype, device=device, kind=kind
-        )
+        if kind not in get_args(CacheKind):
+            raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
+        self.positions, self.device = positions, torch.device(device)
+        self.starts = [0] * batch
+        """How many tokens each row of this view has before the pass."""
+        self.counts: Sequence[int] | None = None
+        """How many of the T new tokens each row has, where a pass is padded; None is all."""
+        self.per_row = False
+        self.token_B: Tensor | None = None
+        """The same as ``starts`` in device memory, for recorded steps."""
+        self._rows: Rows = slice(0, batch)
+        self._cross: dict[int, tuple[Tensor, Tensor]] = {}
+        self._placed: dict[object, Tensor] = {}
+        windows = [config.window(layer) for layer in range(config.layers)]
+        sizes = [positions if w is None else min(positions, w + slack) for w in windows]
+        G, D = config.groups, config.head_width
+        self.work: tuple[Tensor, ...] = ()
+        if kind == "int8" or (kind == "float16" and dtype != torch.float16):
+            size = (batch, G, max(sizes), D)
+            self.work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
+
+        def store(R: int, which: int) -> Store:
+            shape, work = StoreShape(batch, G, R, D), self.work[which] if self.work else None
+            if kind != "int8":
+                stored = torch.float16 if kind == "float16" else dtype
+                return DenseStore(shape, dtype=stored, device=device, work=work)
+            assert work is not None
+            padded = None
+            if kernel_layout and which:
+                from fenchel.kernels.decode_attention import padded_slots
+
+                padded = padded_slots(R)
+            return Int8Store(shape, device=device, work=work, slots_last=padded)
+
         self.layers = [
-            _LayerCache(keys, values, capacity, seen)
-            for (keys, values), capacity, seen in zip(stores, capacities, lookbacks, strict=True)
+            LayerCache(store(R, 0), store(R, 1), R, None if window is None else window - 1)
+            for R, window in zip(sizes, windows, strict=True)
         ]
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, G, T, D) to a layer; returns the keys and values that the new queries see.
+    # A view of rows, for one pass or more
 
-        Those are all, or the last ones where the layer has a window: (B, G, S, D).
+    def select(
+        self,
+        rows: slice | Sequence[int],
+        starts: Sequence[int],
+        *,
+        per_row: bool = False,
+        token_B: Tensor | None = None,
+    ) -> "KVCache":
+        """The same memory as a cache of some rows that have ``starts`` tokens.
+
+        With ``per_row`` the keys that a row gets depend on its own number of tokens alone.
+        ``token_B`` has the numbers in device memory instead.
         """
-        kv = self.layers[layer]
-        T = k.shape[2]
-        start = self.length - kv.first_slot
-        if start + T > kv.capacity:
-            start = self._make_room(kv, T)
-            if start + T > kv.capacity:
-                return self._pass_through(kv, start, k, v)
-        kv.keys.write(start, k)
-        kv.values.write(start, v)
-        first = 0 if kv.lookback is None else max(0, start - kv.lookback)
-        return kv.keys.read(first, start + T), kv.values.read(first, start + T)
+        view = copy(self)
+        view._rows = rows if isinstance(rows, slice) else _consecutive(rows, self.device)
+        view.starts, view.per_row, view.token_B = list(starts), per_row, token_B
+        view._cross, view._placed = {}, {}
+        return view
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.starts) if self.token_B is None else self.positions - 1
+
+    @property
+    def _equal(self) -> bool:
+        """Whether all rows have the same number of tokens, which the host knows."""
+        one = min(self.starts) == max(self.starts)
+        return one and self.token_B is None and not self.per_row
+
+    def new_positions(self, T: int) -> Tensor | None:
+        """The positions of T new tokens of every row, (B, T); None where all rows have the same."""
+        if self._equal or (T > 1 and min(self.starts) == max(self.starts)):
+            return None
+        return self._number_B1() + torch.arange(T, device=self.device)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, (B, G, T, D); returns those that queries see, (B, G, S, D).
+
+        The order is that of ``key_positions``.
+        """
+        keys, values, R, _ = self.layers[layer]
+        T, n, rows = k.shape[2], self.length, self._rows
+        if self.token_B is None and n + T > self.positions:
+            raise ValueError(f"the cache has room for {self.positions} positions, not {n + T}.")
+        if T > 1 and n + T > R:
+            return self._append_in_order(layer, k, v)
+        slots: slice | Tensor = slice(n % R, n % R + T)
+        if T > 1:
+            self._require_equal()
+        elif not self._equal:
+            slots = self._number_B1().squeeze(-1) % R
+        keys.write(rows, slots, k)
+        values.write(rows, slots, v)
+        first, end = self.span(layer, T)
+        return keys.read(rows, first, end), values.read(rows, first, end)
+
+    def key_positions(self, layer: int) -> Tensor | None:
+        """The positions of the keys that ``append`` returns for one token, -1 for an absent one.
+
+        (B, S), or (1, S) where all rows have the same; None where the keys are consecutive and the
+        last is the newest, as they always are for several tokens.
+        """
+        R = self.layers[layer].slots
+        if self._equal and self.length < R:
+            return None
+        _, S = self.span(layer)
+        if (R, S) not in self._placed:
+            n_B1 = self._number_B1()
+            t_BS = n_B1 - (n_B1 - torch.arange(S, device=self.device)) % R
+            self._placed[R, S] = t_BS.clamp_(min=-1)
+        return self._placed[R, S]
+
+    def visible(self, layer: int) -> Tensor | None:
+        """Which of the keys of ``append`` the query of one token sees, (B, S); None is all."""
+        _, _, R, lookback = self.layers[layer]
+        full = lookback is not None and lookback + 1 == R and self._equal
+        t_BS = None if full else self.key_positions(layer)
+        if t_BS is None:
+            return None
+        key = (R, t_BS.shape[1], lookback)
+        if key not in self._placed:
+            first_B1: Tensor | int = 0
+            if lookback is not None:
+                first_B1 = (self._number_B1() - lookback).clamp_(min=0)
+            self._placed[key] = t_BS >= first_B1
+        return self._placed[key]
+
+    def advance(self, positions: int) -> None:
+        """Count tokens that every layer has appended."""
+        self._placed = {}
+        if self.token_B is not None:
+            return  # counted by the recorded step
+        counts = [positions] * len(self.starts) if self.counts is None else self.counts
+        self.starts = [n + new for n, new in zip(self.starts, counts, strict=True)]
+        self.counts = None
 
     def cross_kv(
         self, layer: int, compute: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """The k and v of the encoder's output, computed at the first call."""
-        if layer not in self._memory:
-            self._memory[layer] = compute()
-        return self._memory[layer]
+        if layer not in self._cross:
+            self._cross[layer] = compute()
+        return self._cross[layer]
 
-    def advance(self, positions: int) -> None:
-        """Count positions that every layer has appended."""
-        self.length += positions
+    def clear_cross_kv(self) -> None:
+        """Compute the k and v of the encoder's output anew: its rows are others."""
+        self._cross = {}
 
-    def can_rewind(self, length: int) -> bool:
-        """Whether the first ``length`` positions are there, or what later queries see of them."""
-        return length <= self.length and all(
-            kv.first_slot + (length if kv.lookback is None else min(length, kv.lookback)) <= length
-            for kv in self.layers
+    def restart(self, starts: list[int]) -> None:
+        """The rows of this view have so many tokens."""
+        self.starts, self._placed = starts, {}
+
+    def can_rewind(self, length: int, read: int) -> bool:
+        """Whether a row of ``read`` tokens has all that queries after its first ``length`` see."""
+        return length <= read and all(
+            seen is None
+            or self.positions == R
+            or length - min(length, seen) >= max(0, read + 1 - R)
+            for _, _, R, seen in self.layers
         )
 
-    def rewind(self, length: int) -> None:
-        """Remove all positions after the first ``length``."""
-        if not self.can_rewind(length):
-            raise ValueError(
-                f"the cache has {self.length} positions and can remove the last "
-                f"{self.rewindable} of them; it cannot go back to {length}."
-            )
-        self.length = length
+    def copy_row(self, row: int, to: int) -> None:
+        """Copy the slots of a row into those of another."""
+        for x in self._buffers():
+            x[to].copy_(x[row])
 
-    def clear(self) -> None:
-        """Remove every position; the memory and the keys of the encoder's output stay."""
-        self.length = 0
-        for kv in self.layers:
-            kv.first_slot = 0
+    def clear_row(self, row: int) -> None:
+        """Overwrite a row with zeros: entries that are not finite would spoil its next sequence."""
+        for x in self._buffers():
+            x[row].zero_()
 
     @property
     def bytes(self) -> int:
         """All memory of the cache, the work space included."""
-        stores = sum(kv.keys.bytes + kv.values.bytes for kv in self.layers)
-        return stores + sum(x.numel() * x.element_size() for x in self.work)
+        return sum(x.numel() * x.element_size() for x in (*self._buffers(), *self.work))
 
-    def _make_room(self, kv: _LayerCache, T: int) -> int:
-        """Drop keys that no query will see again; returns where new keys go."""
-        if self.length + T > self.positions:
-            raise ValueError(
-                f"the cache has room for {self.positions} positions, not {self.length + T}."
-            )
-        assert kv.lookback is not None  # a layer without a window stores all positions
-        start = self.length - kv.first_slot
-        keep = min(start, kv.lookback + self.rewindable)
-        kv.keys.slide(start - keep, start)
-        kv.values.slide(start - keep, start)
-        kv.first_slot += start - keep
-        return keep
+    def _buffers(self) -> list[Tensor]:
+        return [x for layer in self.layers for store in layer[:2] for x in store.buffers()]
 
-    def _pass_through(
-        self, kv: _LayerCache, start: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """More new keys than a window stores: all are returned now, the last are stored."""
-        assert kv.lookback is not None
-        total = start + k.shape[2]
-        first = max(0, start - kv.lookback)
-        keep = min(total, kv.lookback + self.rewindable)
+    def _number_B1(self) -> Tensor:
+        """The number of tokens of every row before the pass, (B, 1); (1, 1) for equal rows."""
+        if self.token_B is not None:
+            return self.token_B.clamp(min=0).unsqueeze(-1)
+        if "n" not in self._placed:
+            numbers = self.starts[:1] if self._equal else self.starts
+            self._placed["n"] = torch.tensor(numbers, device=self.device).unsqueeze(-1)
+        return self._placed["n"]
+
+    def span(self, layer: int, T: int = 1) -> tuple[int, int]:
+        """The slots that ``append`` returns, for one token or T tokens that fit into the slots."""
+        _, _, R, lookback = self.layers[layer]
+        n = self.length
+        if self.token_B is not None or n + T > R:
+            return 0, R
+        in_order = self._equal or T > 1
+        first = max(0, n - lookback) if in_order and lookback is not None else 0
+        return first, n + T
+
+    def _require_equal(self) -> None:
+        if min(self.starts) != max(self.starts) or self.token_B is not None:
+            raise ValueError("rows of unequal lengths take one token at a time.")
+
+    def _append_in_order(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """More new keys than a window has slots left: those before them, and all the new ones."""
+        keys, values, R, lookback = self.layers[layer]
+        self._require_equal()
+        assert lookback is not None  # a layer without a window has a slot for every position
+        T, n, rows = k.shape[2], self.length, self._rows
+        seen = torch.arange(n - min(n, lookback), n, device=self.device) % R
+        whole = min(n, R)
         returned = []
-        for store, x in ((kv.keys, k), (kv.values, v)):
-            all_ = torch.cat((store.read(0, start), x), dim=2)
-            store.write(0, all_.narrow(2, total - keep, keep))
-            returned.append(all_.narrow(2, first, total - first))
-        kv.first_slot += total - keep
+        for store, x in ((keys, k), (values, v)):
+            before = store.read(rows, 0, whole)[:, :, seen] if n else x[:, :, :0]
+            returned.append(torch.cat((before, x), dim=2))
+            self._write_last(store, x, [T] * len(x) if self.counts is None else self.counts)
         return returned[0], returned[1]
 
+    def _write_last(self, store: Store, x: Tensor, counts: Sequence[int]) -> None:
+        """Store the last tokens of every row, as many as there are slots."""
+        n, (B, _, R, _) = self.length, store.buffers()[0].shape
+        numbers = torch.arange(B, device=self.device)[self._rows]
+        parts = [(x, numbers, counts[0])]
+        if len(set(counts)) > 1:
+            parts = [*zip(torch.split(x, 1), torch.split(numbers, 1), counts, strict=True)]
+        for part, rows, count in parts:
+            end = n + count
+            first = end - min(count, R)
+            turn = max(first, end // R * R)  # the first token of the last lap of the slots
+            for begin, stop in ((first, turn), (turn, end)):
+                if stop > begin:
+                    slots = slice(begin % R, begin % R + stop - begin)
+                    store.write(rows, slots, part[:, :, begin - n : stop - n])
 
-def lookback(config: ModelConfig, layer: int) -> int | None:
-    """How many slots before its own a query of this layer sees; None is all."""
-    window = config.window(layer)
-    return None if window is None else window - 1
 
-
-def _capacity(seen: int | None, positions: int, rewindable: int) -> int:
-    """How many positions a layer stores: all, or a window and a quarter."""
-    return positions if seen is None else min(positions, seen + rewindable + slack(seen))
-
-
-def slack(seen: int) -> int:
-    """Entries beyond those that a query sees: as many are appended before the others move."""
-    return max(16, seen // 4)
+def _consecutive(rows: Sequence[int], device: torch.device) -> Rows:
+    """A slice where the rows are consecutive, so that they are read without a copy."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

@@ -4,7 +4,7 @@
     y = norm(x);   x = x + (f(y W_gate^T) * (y W_up^T)) W_down^T
 
 Two modules compute a decoding step of such a model without calling its submodules:
-generation/cpu_step.py on a CPU, and the fused step of generation/cuda_graph.py on a GPU. They
+generation/cpu_step.py on a CPU, and the fused step of generation/fused_step.py on a GPU. They
 support the settings in ``SUPPORTED``; ``why_not_plain`` names what else a model has. The fused step
 also serves entmax and sparsemax (``decode_alpha``).
 """
@@ -94,10 +94,6 @@ class LinearWeights(NamedTuple):
         """W itself, (N, K)."""
         return self.transposed.t()
 
-    def copy(self) -> "LinearWeights":
-        """A copy of W^T with adjacent rows, which a product with one row reads in order."""
-        return LinearWeights(self.transposed.detach().contiguous(), self.bias)
-
     def into(self, y: Tensor, x: Tensor) -> None:
         """Write x W^T + b into y."""
         if self.bias is None:
@@ -126,16 +122,6 @@ class BlockWeights(NamedTuple):
     gate: LinearWeights | None
     up: LinearWeights
     down: LinearWeights
-
-    def copy(self) -> "BlockWeights":
-        """The same with copies of all matrices (``LinearWeights.copy``)."""
-        return self._replace(
-            qkv=self.qkv.copy(),
-            out=self.out.copy(),
-            gate=None if self.gate is None else self.gate.copy(),
-            up=self.up.copy(),
-            down=self.down.copy(),
-        )
 
 
 def block_weights(block: nn.Module) -> BlockWeights:

@@ -10,7 +10,7 @@ that was read is used only if the draw is the guess. That is the rejection rule 
 sampling for a draft distribution q with all its mass on the guess d: it keeps d with
 probability min(1, p_d / q_d) = p_d, and otherwise draws from the positive part of p - q, which
 is p without d. Both together are p, draw by draw, so the text has the distribution, and with
-the same generator it is the text, of decoding one by one. That holds as far as p is the same
+the same seed it is the text, of decoding one by one. That holds as far as p is the same
 number: reading several positions at once rounds otherwise than reading one. In float32 this is
 below any difference that decides; in half precision the two texts may part at a near tie.
 

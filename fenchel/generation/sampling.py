@@ -10,8 +10,14 @@
         likely tokens those with smaller ids are preferred.
 
 **Draws.** With independent exponential variables e_v the largest of p_v / e_v belongs to v with
-probability p_v, whatever the sum of p. On a CPU e_v = -log(1 - u_v) with uniform u_v in double
-precision, so that a seed draws the same token on every CPU.
+probability p_v, whatever the sum of p. The numbers are counter-based:
+
+    e_v = -log(1 - u_v),    u_v = (x_v + 1/2) 2^-32,    x_v a function of (seed, n, v)
+
+where n is the position of the token in its sequence, the prompt included (``random_words``). The
+integers x_v are the same on every device, in every batch and in every command: a seed draws the
+same token wherever the logits are the same, and where they differ by rounding, another only if that
+moves the draw across a border.
 
 **Restriction without sorting.** In the order of falling p, of equals by rising id, the tokens that
 stay are the first ones, and v is among them if and only if, over the tokens before v,
@@ -21,19 +27,18 @@ stay are the first ones, and v is among them if and only if, over the tokens bef
 So one pass decides about one token. The largest p_v / e_v of all tokens is that of the tokens that
 stay if its v stays. If not, all that stay are before v, and the search goes on among those. The
 share that is left shrinks as in quickselect: about 1 + log(1 / top_p) rounds, hardly ever more than
-two. Sorting (``filter_probabilities``) costs the same as some twenty rounds.
-
-**Rows with settings of their own.** ``draw_rows`` draws on a device without the host: settings are
-tensors, and u_v = (philox(seed; v, n) + 1/2) 2^-32 is a function of the row's seed, the number n of
-the token and of v (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). On a GPU it is
-one kernel (kernels/draw_token.py).
+two. On a GPU a draw is one kernel (kernels/draw_token.py).
 
 Shapes: logits (B, V) -> ids (B,).
+
+Steele, Lea and Flood (2014), Fast splittable pseudorandom number generators.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,8 +53,6 @@ MOST_LOGPROBS = 20
 """Log-probabilities of the likeliest tokens at most."""
 _MIN_TEMPERATURE = 1e-30
 """Smaller temperatures would be 0 in float32."""
-Generators = torch.Generator | Sequence[torch.Generator] | None
-"""One generator for all rows, or one per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,36 @@ class Sampling:
         """Whether the logits are changed before the draw (``Penalties``)."""
         additive = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1.0 or any(additive) or bool(self.logit_bias)
+
+
+DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
+"""How every command draws where neither a flag nor the checkpoint says."""
+SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Settings of a checkpoint that count for greedy decoding too."""
+
+
+class SuggestedSampling(Protocol):
+    """What a checkpoint suggests; temperature 0 suggests no way of sampling."""
+
+    @property
+    def temperature(self) -> float:
+        """Temperature; the other settings have the names of ``Sampling``."""
+
+
+def resolve_sampling(
+    suggested: SuggestedSampling, given: Mapping[str, Any]
+) -> tuple[Sampling, dict[str, Any]]:
+    """The ``given`` settings, else what a checkpoint suggests, else ``DEFAULTS``.
+
+    The second value has the settings that are the checkpoint's. A suggestion to decode greedily
+    gives no sampling settings; its penalties count all the same.
+    """
+    names = (*SETTINGS, *PENALTIES) if suggested.temperature else PENALTIES
+    theirs = {name: getattr(suggested, name) for name in names if name not in given}
+    sampling = replace(DEFAULTS, **theirs, **given)
+    changed = {name: one for name, one in theirs.items() if one != getattr(DEFAULTS, name)}
+    return sampling, changed
 
 
 class Penalties:
@@ -165,129 +198,6 @@ def apply_repetition_penalty(logits_BV: Tensor, previous_BV: Tensor, penalty: fl
     return torch.where(previous_BV, smaller, logits_BV)
 
 
-def sample(
-    logits_BV: Tensor,
-    sampling: Sampling,
-    *,
-    penalties: Penalties | None = None,
-    generator: Generators = None,
-) -> Tensor:
-    """The next token of each row: (B, V) -> (B,).
-
-    A row draws by its own logits and, where each row has a ``generator``, by that alone.
-
-    >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(temperature=0.0)).tolist()
-    [1]
-    """
-    token_B = sample_or_mark(logits_BV, sampling, penalties=penalties, generator=generator)
-    if bool((token_B < 0).any()):
-        raise ValueError(NOT_FINITE)
-    return token_B
-
-
-def sample_or_mark(
-    logits_BV: Tensor,
-    sampling: Sampling,
-    *,
-    penalties: Penalties | None = None,
-    generator: Generators = None,
-) -> Tensor:
-    """``sample`` that marks a row by -1 where the largest logit is not finite.
-
-    On a GPU nothing is copied to the host.
-    """
-    if penalties is not None:
-        logits_BV = penalties.apply(logits_BV)
-    if sampling.temperature == 0.0:
-        top_B, token_B = logits_BV.max(-1)
-        return torch.where(top_B.isfinite(), token_B, -1)
-    top_B1 = logits_BV.amax(-1, keepdim=True).float()
-    # With the largest at 0 no division overflows, however small the temperature.
-    z_BV = (logits_BV.float() - top_B1) / max(sampling.temperature, _MIN_TEMPERATURE)
-    token_B = draw(torch.softmax(z_BV, -1), sampling, generator)
-    return torch.where(top_B1.squeeze(-1).isfinite(), token_B, -1)
-
-
-def draw(p_BV: Tensor, sampling: Sampling, generator: Generators = None) -> Tensor:
-    """One token per row, drawn from its restricted distribution: (B, V) -> (B,).
-
-    On a GPU the probabilities are sorted: all shapes are fixed, nothing waits for the host, and a
-    CUDA graph can record it.
-    """
-    if p_BV.is_cuda:
-        p_BV = filter_probabilities(p_BV, sampling)
-        return p_BV.div(exponentials(p_BV, generator)).argmax(-1)
-    ratio_BV, V = p_BV / exponentials(p_BV, generator), p_BV.shape[-1]
-    k, top_p = min(sampling.top_k or V, V), sampling.top_p or 1.0
-    largest_BK = p_BV.topk(k).values if k < V else p_BV
-    if k < V:
-        ratio_BV *= p_BV >= largest_BK[:, -1:]  # with equals they may be more than k
-    if sampling.min_p is not None:
-        ratio_BV *= p_BV >= sampling.min_p * p_BV.amax(-1, keepdim=True)
-    token_B1 = ratio_BV.argmax(-1, keepdim=True)
-    if k == V and top_p == 1.0:
-        return token_B1.squeeze(-1)
-    limit_B = largest_BK.sum(-1, dtype=torch.float64) * (top_p if top_p < 1.0 else torch.inf)
-    # Equals with larger ids are not before v; to leave them in is cheaper and decides most rows.
-    at_least_BV = (p_BV >= p_BV.gather(1, token_B1)).scatter_(1, token_B1, False)
-    row_R = _full(p_BV, at_least_BV, limit_B, k).nonzero().squeeze(-1)
-    p_RV, ratio_RV, token_R1 = p_BV[row_R], ratio_BV[row_R], token_B1[row_R]
-    ids_V = torch.arange(V)
-    while len(row_R):
-        p_R1 = p_RV.gather(1, token_R1)
-        before_RV = (p_RV > p_R1) | ((p_RV == p_R1) & (ids_V < token_R1))
-        left_R = _full(p_RV, before_RV, limit_B[row_R], k)
-        row_R, p_RV = row_R[left_R], p_RV[left_R]
-        ratio_RV = ratio_RV[left_R] * before_RV[left_R]
-        token_B1[row_R] = token_R1 = ratio_RV.argmax(-1, keepdim=True)
-    return token_B1.squeeze(-1)
-
-
-def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k: int) -> Tensor:
-    """Whether the tokens of ``before_RV`` reach the limit of top-p or of top-k: (R, V) -> (R,).
-
-    float32 would lose the tail of a large vocabulary, which decides. False at NaN.
-    """
-    share_R = (p_RV * before_RV).sum(-1, dtype=torch.float64)
-    return (share_R >= limit_R) | (before_RV.sum(-1) >= k)
-
-
-def exponentials(p_BV: Tensor, generator: Generators) -> Tensor:
-    """Independent exponential variables of mean 1 in the shape and dtype of p; never 0."""
-    # On a CPU torch's exponential_ takes three times as long, and its numbers depend on the CPU.
-    dtype = p_BV.dtype if p_BV.is_cuda else torch.float64
-    x_BV = torch.empty(p_BV.shape, dtype=dtype, device=p_BV.device)
-    if isinstance(generator, torch.Generator | None):
-        parts = [(x_BV, generator)]
-    else:
-        parts = [*zip(x_BV.unbind(), generator, strict=True)]
-    for x, own in parts:
-        if p_BV.is_cuda:
-            x.exponential_(1.0, generator=own)
-        else:
-            x.uniform_(generator=own)
-    if not p_BV.is_cuda:
-        x_BV = x_BV.neg_().log1p_().neg_().to(p_BV.dtype)
-    return x_BV.clamp_(min=torch.finfo(p_BV.dtype).tiny)
-
-
-def filter_probabilities(p_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities after top-k, top-p and min-p, renormalised: (B, V) -> (B, V)."""
-    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
-        return p_BV
-    ordered, order = p_BV.sort(dim=-1, descending=True, stable=True)  # of equals, the first ids
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if sampling.top_k is not None:
-        keep[:, sampling.top_k :] = False
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        reached = (ordered * keep).cumsum(-1, dtype=torch.float64)
-        keep[:, 1:] &= reached[:, :-1] < sampling.top_p * reached[:, -1:]
-    if sampling.min_p is not None:
-        keep &= ordered >= sampling.min_p * ordered[:, :1]
-    cut = torch.zeros_like(p_BV).scatter(-1, order, ordered * keep)
-    return cut / cut.sum(-1, keepdim=True)
-
-
 class RowSampling(NamedTuple):
     """The settings of B rows as tensors (B,), without penalties and bias."""
 
@@ -313,64 +223,116 @@ class RowSampling(NamedTuple):
         )
 
 
-def draw_rows(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
+def draw(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
     """Token n of every row, -1 where its largest logit is not finite: (B, V) -> (B,).
 
     >>> settings = RowSampling.of([(Sampling(temperature=0.0), 0), (Sampling(top_k=1), 7)])
-    >>> draw_rows(torch.tensor([[0.0, 3.0], [2.0, 1.0]]), settings, torch.tensor([5, 9])).tolist()
+    >>> draw(torch.tensor([[0.0, 3.0], [2.0, 1.0]]), settings, torch.tensor([5, 9])).tolist()
     [1, 0]
     """
-    z_BV, V = logits_BV.float(), logits_BV.shape[-1]
-    top_B, greedy_B = z_BV.max(-1)
-    T_B1, top_p_B1, min_p_B1, k_B1, _ = (x.unsqueeze(-1) for x in settings)
-    score_BV = (z_BV - top_B.unsqueeze(-1)) / torch.where(T_B1 > 0, T_B1, 1.0)
-    ordered_BV, order_BV = score_BV.exp().sort(dim=-1, descending=True, stable=True)
-    keep_BV = (torch.arange(V, device=z_BV.device) < k_B1) & (ordered_BV >= min_p_B1)
-    reached_BV = (ordered_BV * (torch.arange(V, device=z_BV.device) < k_B1)).cumsum(
-        -1, dtype=torch.float64
-    )
-    keep_BV[:, 1:] &= (reached_BV[:, :-1] < top_p_B1 * reached_BV[:, -1:]) | (top_p_B1 >= 1.0)
-    stays_BV = torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
-    key_BV = score_BV - _exponentials_of(settings.seed, n_B, V).log()
-    drawn_B = key_BV.where(stays_BV, -torch.inf).argmax(-1)
-    token_B = torch.where(settings.temperature > 0, drawn_B, greedy_B)
+    if logits_BV.is_cuda and find_spec("triton") is not None:
+        from fenchel.kernels.draw_token import draw_token
+
+        token_B, marked_B = torch.empty_like(n_B), torch.empty_like(n_B)
+        draw_token(logits_BV, settings, n_B, torch.zeros_like(n_B), token_B, marked_B)
+        return marked_B
+    top_B, token_B = logits_BV.max(-1)
+    if bool(settings.temperature.any()):
+        T_B1 = torch.where(settings.temperature > 0, settings.temperature, 1.0).unsqueeze(-1)
+        # With the largest at 0 no division overflows, however small the temperature.
+        z_BV = (logits_BV.float() - top_B.float().unsqueeze(-1)) / T_B1
+        drawn_B = _draw(z_BV, settings, n_B)
+        token_B = torch.where(settings.temperature > 0, drawn_B, token_B)
     return torch.where(top_B.isfinite(), token_B, -1)
 
 
-def _exponentials_of(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
-    """e of every token of token number n: (B, V), in float32."""
-    low_B1 = (seed_B & _WORD).unsqueeze(-1)
-    high_B1 = ((seed_B >> 32) & _WORD).unsqueeze(-1)
-    counter_V = torch.arange(V, device=seed_B.device)
-    x_BV = philox(counter_V, (n_B & _WORD).unsqueeze(-1), low_B1, high_B1)
-    u_BV = ((x_BV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log1p(-u_BV)
+def _draw(z_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
+    """Tokens drawn from the restricted softmax of z, whose largest entries are 0."""
+    V, top_p_B, k_B = z_BV.shape[-1], settings.top_p, settings.top_k
+    p_BV = z_BV.exp()
+    ratio_BV = p_BV / exponentials(settings.seed, n_B, V)
+    limit_B = torch.full_like(top_p_B, torch.inf, dtype=torch.float64)
+    some_k, some_p = bool((k_B < V).any()), bool((top_p_B < 1.0).any())
+    total_B = p_BV.sum(-1, dtype=torch.float64) if some_p else limit_B
+    if some_k:
+        largest_BK = p_BV.topk(int(k_B[k_B < V].max())).values
+        last_B1 = (k_B.clamp(max=largest_BK.shape[1]) - 1).unsqueeze(-1)
+        least_B1 = largest_BK.gather(1, last_B1).where(k_B.unsqueeze(-1) < V, 0.0)
+        ratio_BV = ratio_BV * (p_BV >= least_B1)  # with equals they may be more than k
+        shares_BK = largest_BK.cumsum(-1, dtype=torch.float64)
+        total_B = torch.where(k_B < V, shares_BK.gather(1, last_B1).squeeze(-1), total_B)
+    if bool(settings.min_p.any()):
+        ratio_BV = ratio_BV * (p_BV >= settings.min_p.unsqueeze(-1))
+    token_B1 = ratio_BV.argmax(-1, keepdim=True)
+    if not (some_k or some_p):
+        return token_B1.squeeze(-1)
+    limit_B = torch.where(top_p_B < 1.0, total_B * top_p_B, limit_B)
+    # Equals with larger ids are not before v; to leave them in is cheaper and decides most rows.
+    at_least_BV = (p_BV >= p_BV.gather(1, token_B1)).scatter_(1, token_B1, False)
+    row_R = _full(p_BV, at_least_BV, limit_B, k_B).nonzero().squeeze(-1)
+    p_RV, ratio_RV, token_R1 = p_BV[row_R], ratio_BV[row_R], token_B1[row_R]
+    ids_V = torch.arange(V, device=z_BV.device)
+    while len(row_R):
+        p_R1 = p_RV.gather(1, token_R1)
+        before_RV = (p_RV > p_R1) | ((p_RV == p_R1) & (ids_V < token_R1))
+        left_R = _full(p_RV, before_RV, limit_B[row_R], k_B[row_R])
+        row_R, p_RV = row_R[left_R], p_RV[left_R]
+        ratio_RV = ratio_RV[left_R] * before_RV[left_R]
+        token_B1[row_R] = token_R1 = ratio_RV.argmax(-1, keepdim=True)
+    return token_B1.squeeze(-1)
 
 
-_WORD = 0xFFFFFFFF
+def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k_R: Tensor) -> Tensor:
+    """Whether the tokens of ``before_RV`` reach the limit of top-p or of top-k: (R, V) -> (R,).
 
-
-def philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """The first of the four words of Philox-4x32-10 at counter (c0, c1, 0, 0) and key (k0, k1).
-
-    Words of 32 bits in int64; the arguments broadcast.
+    float32 would lose the tail of a large vocabulary, which decides. False at NaN.
     """
-    A, B = 0xD2511F53, 0xCD9E8D57
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
-        c0, c1, c2, c3 = (
-            _high_word(B, c2) ^ c1 ^ k0,
-            (B * c2) & _WORD,
-            _high_word(A, c0) ^ c3 ^ k1,
-            (A * c0) & _WORD,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0
+    share_R = (p_RV * before_RV).sum(-1, dtype=torch.float64)
+    return (share_R >= limit_R) | (before_RV.sum(-1) >= k_R)
 
 
-def _high_word(a: int, b: Tensor) -> Tensor:
-    """The upper 32 bits of a product of two words, without overflow."""
-    return ((a >> 16) * b + (((a & 0xFFFF) * b) >> 16)) >> 16
+def exponentials(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
+    """e of every token of token number n: (B, V), in float32."""
+    u_BV = random_words(seed_B, n_B, V).double().add_(2.0**31 + 0.5).mul_(2.0**-32).float()
+    return u_BV.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+GOLDEN, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""The constants of SplitMix64 as signed numbers of 64 bits."""
+
+
+def random_words(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
+    """V random integers per row, each a function of seed, n and its number: (B, V) of int32.
+
+    SplitMix64: h(x) is a bijection of 64 bits, and words 2 i and 2 i + 1 are the halves of
+    h(state + (i + 1) golden), with state = h(h(seed + golden) + n golden).
+    """
+    state_B = _mix(_mix(seed_B + GOLDEN) + n_B * GOLDEN)
+    number_P = torch.arange(1, V // 2 + 2, device=seed_B.device).mul_(GOLDEN)
+    words_BP2 = _mix(state_B.unsqueeze(-1) + number_P).view(torch.int32)
+    return words_BP2[:, :V]
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64, in place: products of int64 wrap around."""
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
+        high = (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        x.bitwise_xor_(high)
+        if factor != 1:
+            x.mul_(factor)
+    return x
+
+
+def choice_seed(seed: int, prompt: int, choice: int) -> int:
+    """The seed of a choice of a prompt of one call; the first of both draws by the seed itself.
+
+    >>> choice_seed(5, 0, 0), choice_seed(5, 0, 1) == choice_seed(5, 0, 2)
+    (5, False)
+    """
+    if prompt == choice == 0:
+        return seed
+    digest = sha256(f"{seed} {prompt} {choice}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class LogProbabilities(NamedTuple):

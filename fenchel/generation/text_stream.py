@@ -23,9 +23,6 @@ how the text was cut into pieces.
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from fenchel.data import AnyTokenizer, TextTokenizer
 
 REPLACEMENT = "\ufffd"
@@ -152,47 +149,3 @@ class TextStream:
     def flush(self) -> str:
         """The withheld text, at the end of the stream."""
         return self._strings.add(self._detokenizer.flush()) + self._strings.flush()
-
-
-class StopCriteria:
-    """Which sequences of a batch have stopped, and how many tokens each has.
-
-    ``ids_BT`` are the prompts; only new tokens stop a sequence.
-    """
-
-    def __init__(
-        self, stop: Sequence[int | str], tokenizer: AnyTokenizer | None, ids_BT: Tensor
-    ) -> None:
-        strings = [s for s in stop if isinstance(s, str)]
-        numbers = [s for s in stop if not isinstance(s, str)]
-        self._texts: list[TextStream] = []
-        if strings:
-            if tokenizer is None:
-                raise ValueError(f"to stop at {strings[0]!r} give the tokenizer.")
-            self._texts = [TextStream(tokenizer, strings, ids) for ids in ids_BT.tolist()]
-        self._ids = torch.tensor(numbers, dtype=ids_BT.dtype)
-        self.active = bool(stop)
-        """Whether there is any stop."""
-        # On the CPU, where strings are compared and the loop reads: one transfer per token.
-        self._last_B = ids_BT[:, -1].cpu()
-        self._stopped_B = torch.zeros_like(self._last_B, dtype=torch.bool)
-        self.counts_B = torch.zeros_like(self._last_B)
-        """How many tokens each sequence has, with the one that stopped it."""
-
-    def update(self, token_B: Tensor) -> Tensor:
-        """The next token of each sequence; one that has stopped repeats its last."""
-        if not self.active:
-            self.counts_B += 1
-            return token_B
-        self.counts_B += ~self._stopped_B
-        self._last_B = torch.where(self._stopped_B, self._last_B, token_B.cpu())
-        self._stopped_B = self._stopped_B | torch.isin(self._last_B, self._ids)
-        for b, text in enumerate(self._texts):
-            text.add(int(self._last_B[b]))
-            if text.stopped:
-                self._stopped_B[b] = True
-        return self._last_B.to(token_B.device)
-
-    def all_stopped(self) -> bool:
-        """Whether every sequence has stopped."""
-        return self.active and bool(self._stopped_B.all())

@@ -1,15 +1,14 @@
 """Attention of the newest token over a cache of fixed size, reading q, k, v of one product.
 
     q, k = R q, R k                      (a, b) -> (a c - b s, b c + a s) at the token's position
-    keys[slot], values[slot] = k, v      slot = R - 1 - n mod R
+    keys[slot], values[slot] = k, v      slot = n mod R
     z_s  = scale q . keys_s              over the present slots
     o    = sum_s p_s values_s,           p = softmax(z), or entmax of z at alpha
 
-n, the number of the token (one for all rows, or one per row), and ``padding``, the number of
-padding slots before a sequence, are read from device memory, so that the same launch serves every
-token. Token t is in slot R - 1 - t mod R (generation/cuda_graph.py), so the present slots are the
-last min(n + 1, R) of the R, except the padding. The position of the token is n - padding. A row
-with padding > n has no token: nothing is written to its cache and its output is zero.
+n, the number of the token of every row and its position, is read from device memory, so that the
+same launch serves every token. Token t is in slot t mod R (generation/kv_cache.py), so the present
+slots are the first min(n + 1, R) of the R. A row with n < 0 has no token: nothing is written to its
+cache and its output is zero.
 
 **int8 cache.** keys = c n with n of one byte and one float32 c per slot and head, as in
 generation/kv_cache.py, and values likewise. The factors leave both sums:
@@ -28,7 +27,7 @@ has one value from its first use on.
 computes the newest key and value itself: the first head of a group writes them, and no other head
 of the group reads that slot, so programs need no synchronisation. Every slot of a block has its own
 running maximum, sum and mix, as in online softmax, and they are combined at the end; the loop
-starts at the oldest token. Bytes: 4 n D in bfloat16 for the keys and values of a head, from the L2
+starts at slot 0. Bytes: 4 n D in bfloat16 for the keys and values of a head, from the L2
 cache for all heads of a group but one; for 300 tokens that is less than a hundredth of the weights
 of a layer, and latency dominates: each block is loaded before the previous one is used.
 
@@ -65,8 +64,8 @@ Rotated entries are rounded where fenchel/attention/rotary.py rounds; scores, th
 are in float32, and weights are rounded to the dtype of q before they meet the values.
 
 Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), their scales (B, G, R) in an int8 cache,
-cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and padding (B,) of int64, o (B, H D).
-D is 256 at most (WIDEST_HEAD of generation/cuda_graph.py).
+cos and sin (positions, D) as ``Angles``, token (B,) of int64, o (B, H D). D is 256 at most
+(WIDEST_HEAD of generation/fused_step.py).
 """
 
 from typing import NamedTuple
@@ -125,13 +124,6 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 NEWTON_STEPS = tl.constexpr(64)
 
 
-class DecodePosition(NamedTuple):
-    """The number of the newest token, (1,) or (B,), and of padding slots per sequence (B,)."""
-
-    token: Tensor
-    padding: Tensor
-
-
 class CacheTensors(NamedTuple):
     """Keys and values, and in an int8 cache their scales.
 
@@ -149,7 +141,7 @@ class CacheTensors(NamedTuple):
 def attend_decode(
     qkv_BC: Tensor,
     cache: CacheTensors,
-    position: DecodePosition,
+    token_B: Tensor,
     o_BC: Tensor,
     *,
     angles: tuple[Tensor, Tensor] | None,
@@ -169,16 +161,15 @@ def attend_decode(
     dense = cache.key_scales is None
     most = R if tokens is None else min(tokens, R)
     cos, sin = angles or (None, None)
-    per_row = int(len(position.token) > 1)
     if splits is None and alpha == 1.0 and dense and one_per_head(B * G, most):
         _attend_decode[(B * H,)](
-            qkv_BC, cos, sin, cache.keys, cache.values, *position, o_BC, R, scale, H=H, G=G, D=D,
+            qkv_BC, cos, sin, cache.keys, cache.values, token_B, o_BC, R, scale, H=H, G=G, D=D,
             BLOCK=padded_width(D), SLOTS=min(SLOTS, max(16, triton.next_power_of_2(R))),
-            PER_ROW=per_row, num_warps=WARPS, **pdl_launch(qkv_BC),
+            num_warps=WARPS, **pdl_launch(qkv_BC),
         )  # fmt: skip
         return
     splits = split_count(B * G, R) if splits is None else splits
-    inputs = qkv_BC, cos, sin, *cache, *position
+    inputs = qkv_BC, cos, sin, *cache, token_B
     sizes = {
         "H": H,
         "G": G,
@@ -186,7 +177,6 @@ def attend_decode(
         # An int8 cache meets two rows of bytes per query, and 32 bytes per product.
         "GROUP": max(ROWS.value // (1 if dense else 2), triton.next_power_of_2(H // G)),
         "BLOCK": max(16 if dense else 32, padded_width(D)),
-        "PER_ROW": per_row,
         # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
         "WIDEN": qkv_BC.device.type == "cpu",
     }
@@ -214,13 +204,13 @@ def attend_decode(
             **sizes, SLOTS=PAGE, STAGES=STAGES, **launch,
         )  # fmt: skip
         _threshold[(B * H,)](
-            scores, page_tops, listed, highest, tau, *position, R, pages, H=H, RATE=alpha - 1.0,
+            scores, page_tops, listed, highest, tau, token_B, R, pages, H=H, RATE=alpha - 1.0,
             KIND=kind, CHUNK=min(CHUNK, max(32, triton.next_power_of_2(pages))), SLOTS=PAGE,
-            PER_ROW=per_row, **launch,
+            **launch,
         )  # fmt: skip
         _mix_pages[grid](
             cache.values, cache.value_scales, scores, page_tops, highest, tau, listed_by_group,
-            *position, mix, total, R, padded, splits, pages, qkv_BC,
+            token_B, mix, total, R, padded, splits, pages, qkv_BC,
             **sizes, SLOTS=PAGE, RATE=alpha - 1.0, KIND=kind, STAGES=STAGES, **launch,
         )  # fmt: skip
     if several:
@@ -269,20 +259,11 @@ def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):
 
 @triton.jit
 def _load_slots(
-    keys_ptr,
-    values_ptr,
-    start,
-    oldest,
-    newest_slot,
-    padding,
-    R,
-    d,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
+    keys_ptr, values_ptr, start, end, newest_slot, d, SLOTS: tl.constexpr, D: tl.constexpr
 ):
     """Keys and values of the slots from ``start`` on, and which of them are present."""
     slot = start + tl.arange(0, SLOTS)
-    there = (slot >= oldest) & (slot < R) & (slot != newest_slot) & (R - 1 - slot >= padding)
+    there = (slot < end) & (slot != newest_slot)
     at = slot[:, None] * D + d[None, :]
     mask = there[:, None] & (d < D)[None, :]
     keys = tl.load(keys_ptr + at, mask=mask, other=0.0)
@@ -292,21 +273,19 @@ def _load_slots(
 
 @triton.jit
 def _attend_decode(
-    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, token_ptr, padding_ptr, o_ptr, R, scale,
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, token_ptr, o_ptr, R, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr, AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // H
     h = tl.program_id(0) % H
     g = h // (H // G)
     d = tl.arange(0, BLOCK)
     wait_for_previous(AHEAD)
-    n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
-    padding = tl.load(padding_ptr + b).to(tl.int32)
-    newest_slot = R - 1 - n % R
+    n, newest_slot, end = _present_slots(token_ptr, b, R)
     if cos_ptr is not None:
-        cos_ptr += tl.maximum(n - padding, 0) * D
-        sin_ptr += tl.maximum(n - padding, 0) * D
+        cos_ptr += tl.maximum(n, 0) * D
+        sin_ptr += tl.maximum(n, 0) * D
 
     qkv_ptr += b * (H + 2 * G) * D
     q = _load_rotated(qkv_ptr + h * D, d, d < D, cos_ptr, sin_ptr, D)
@@ -315,25 +294,22 @@ def _attend_decode(
     base = (b * G + g).to(tl.int64) * R * D
     keys_ptr += base
     values_ptr += base
-    if (h % (H // G) == 0) & (n >= padding):
+    if (h % (H // G) == 0) & (n >= 0):
         tl.store(keys_ptr + newest_slot * D + d, k, mask=d < D)
         tl.store(values_ptr + newest_slot * D + d, v, mask=d < D)
     q = q.to(tl.float32) * scale
     own = tl.sum(q * k.to(tl.float32), 0)
 
-    oldest = tl.maximum(R - 1 - n, 0)
     top = tl.full((SLOTS,), FLOOR, tl.float32)
     total = tl.zeros((SLOTS,), tl.float32)
     mix = tl.zeros((SLOTS, BLOCK), tl.float32)
-    start = oldest // SLOTS * SLOTS
-    keys, values, there = _load_slots(
-        keys_ptr, values_ptr, start, oldest, newest_slot, padding, R, d, SLOTS, D
-    )
-    while start < R:
+    start = 0
+    keys, values, there = _load_slots(keys_ptr, values_ptr, start, end, newest_slot, d, SLOTS, D)
+    while start < end:
         start += SLOTS
         # loaded before the previous block is used, so that only the first load is waited for
         next_keys, next_values, next_there = _load_slots(
-            keys_ptr, values_ptr, start, oldest, newest_slot, padding, R, d, SLOTS, D
+            keys_ptr, values_ptr, start, end, newest_slot, d, SLOTS, D
         )
         z = tl.sum(keys.to(tl.float32) * q[None, :], 1)
         z = tl.where(there, z, -float("inf"))
@@ -348,32 +324,23 @@ def _attend_decode(
     fade, p = tl.exp(top - highest), tl.exp(own - highest)
     o = tl.sum(mix * fade[:, None], 0) + p * v.to(tl.float32)
     o /= tl.sum(total * fade, 0) + p
-    o = tl.where(n >= padding, o, 0.0)
+    o = tl.where(n >= 0, o, 0.0)
     tl.store(o_ptr + tl.program_id(0) * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def _present_slots(token_ptr, padding_ptr, b, R, PER_ROW: tl.constexpr):
-    """The token's number, padding and slot, and the run of slots that hold the tokens of a row."""
-    n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
-    padding = tl.load(padding_ptr + b).to(tl.int32)
-    first = tl.maximum(R - 1 - n, 0)
-    return n, padding, R - 1 - n % R, first, tl.maximum(R - padding, first)
+def _present_slots(token_ptr, b, R):
+    """The number of a row's token, its slot, and the end of the slots that hold a token."""
+    n = tl.load(token_ptr + b).to(tl.int32)
+    return n, tl.maximum(n, 0) % R, tl.minimum(n + 1, R)
 
 
 @triton.jit
-def _present_pages(first, last, SLOTS: tl.constexpr):
-    """The blocks of slots that hold a token, none where no slot does."""
-    begin = first // SLOTS
-    return begin, tl.where(last > first, tl.cdiv(last, SLOTS), begin)
-
-
-@triton.jit
-def _split_pages(first, last, splits, SLOTS: tl.constexpr):
-    """The blocks of this split."""
-    begin, end = _present_pages(first, last, SLOTS)
-    per_split = tl.cdiv(end - begin, splits)
-    begin = tl.minimum(begin + tl.program_id(1) * per_split, end)
+def _split_pages(last, splits, SLOTS: tl.constexpr):
+    """The blocks of this split, of those that hold a token."""
+    end = tl.cdiv(last, SLOTS)
+    per_split = tl.cdiv(end, splits)
+    begin = tl.minimum(tl.program_id(1) * per_split, end)
     return begin, tl.minimum(begin + per_split, end)
 
 
@@ -416,8 +383,8 @@ def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _begin_split(
     qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
-    padding_ptr, R, padded, splits, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PER_ROW: tl.constexpr,
+    R, padded, splits, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The rotated queries of a group (GROUP, BLOCK), and the newest key and value as they are read
     from the cache, in float32; whether there is a newest token, and its slot; the run of present
@@ -426,13 +393,13 @@ def _begin_split(
     """
     b = tl.program_id(0) // G
     g = tl.program_id(0) % G
-    n, padding, newest_slot, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
-    begin, end = _split_pages(first, last, splits, SLOTS)
+    n, newest_slot, last = _present_slots(token_ptr, b, R)
+    begin, end = _split_pages(last, splits, SLOTS)
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
     if cos_ptr is not None:
-        cos_ptr += tl.maximum(n - padding, 0) * D
-        sin_ptr += tl.maximum(n - padding, 0) * D
+        cos_ptr += tl.maximum(n, 0) * D
+        sin_ptr += tl.maximum(n, 0) * D
     qkv_ptr += b.to(tl.int64) * (H + 2 * G) * D
     inside = (m < H // G)[:, None] & (d < D)[None, :]
     heads_ptr = qkv_ptr + (g * (H // G) + m[:, None]) * D
@@ -446,7 +413,7 @@ def _begin_split(
     if key_scales_ptr is not None:
         k, ks = _quantise(k)
         v, vs = _quantise(v)
-    has_token = n >= padding
+    has_token = n >= 0
     if (tl.program_id(1) == 0) & has_token:
         stored = keys_ptr.dtype.element_ty
         tl.store(keys_ptr + newest_slot * D + d, k.to(stored), mask=d < D)
@@ -459,7 +426,7 @@ def _begin_split(
     if key_scales_ptr is not None:
         k *= ks
         v *= vs
-    return q, k, v, has_token, newest_slot, first, last, begin, end
+    return q, k, v, has_token, newest_slot, last, begin, end
 
 
 @triton.jit
@@ -541,9 +508,9 @@ def _store_mix(
 @triton.jit
 def _split_softmax(
     qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
-    padding_ptr, mix_ptr, total_ptr, top_ptr, R, padded, scale, splits, H: tl.constexpr,
+    mix_ptr, total_ptr, top_ptr, R, padded, scale, splits, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
@@ -554,9 +521,9 @@ def _split_softmax(
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
-    q, k_new, v_new, has_token, newest_slot, first, last, begin, end = _begin_split(
+    q, k_new, v_new, has_token, newest_slot, last, begin, end = _begin_split(
         qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-        token_ptr, padding_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS, PER_ROW,
+        token_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS,
     )  # fmt: skip
     # Scores in base 2. The first split starts from the newest token, the others from nothing.
     scale *= LOG2_E
@@ -569,7 +536,7 @@ def _split_softmax(
     for page in tl.range(begin, end, num_stages=STAGES):
         at = page * SLOTS
         slot = at + tl.arange(0, SLOTS)
-        there = (slot >= first) & (slot < last) & (slot != newest_slot)
+        there = (slot < last) & (slot != newest_slot)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
@@ -621,9 +588,9 @@ def _combine(
 @triton.jit
 def _split_scores(
     qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, token_ptr,
-    padding_ptr, scores_ptr, page_tops_ptr, R, padded, scale, splits, pages, H: tl.constexpr,
+    scores_ptr, page_tops_ptr, R, padded, scale, splits, pages, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
@@ -634,9 +601,9 @@ def _split_scores(
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
-    q, k_new, _v_new, _has_token, newest_slot, first, last, begin, end = _begin_split(
+    q, k_new, _v_new, _has_token, newest_slot, last, begin, end = _begin_split(
         qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-        token_ptr, padding_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS, PER_ROW,
+        token_ptr, R, padded, splits, H, G, D, GROUP, BLOCK, SLOTS,
     )  # fmt: skip
     # The split with the newest token may not be the one that stores it, so all compute its score.
     own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
@@ -644,7 +611,7 @@ def _split_scores(
     row = (tl.program_id(0) * (H // G) + m).to(tl.int64)
     for page in tl.range(begin, end, num_stages=STAGES):
         slot = page * SLOTS + tl.arange(0, SLOTS)
-        present = (slot >= first) & (slot < last)
+        present = slot < last
         there = present & (slot != newest_slot)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
         s = _products(q, keys, q_scales, GROUP, SLOTS)
@@ -659,24 +626,22 @@ def _split_scores(
 
 @triton.jit
 def _threshold(
-    scores_ptr, page_tops_ptr, listed_ptr, highest_ptr, tau_ptr, token_ptr, padding_ptr, R, pages,
+    scores_ptr, page_tops_ptr, listed_ptr, highest_ptr, tau_ptr, token_ptr, R, pages,
     H: tl.constexpr, RATE: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr,
-    SLOTS: tl.constexpr, PER_ROW: tl.constexpr, AHEAD: tl.constexpr,
+    SLOTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """tau of a row, relative to its largest score, which is exact for scores of any size."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
     slot = tl.arange(0, SLOTS)
     wait_for_previous(AHEAD)
-    _n, _padding, _newest_slot, first, last = _present_slots(
-        token_ptr, padding_ptr, tl.program_id(0) // H, R, PER_ROW
-    )
-    begin, end = _present_pages(first, last, SLOTS)
+    _n, _newest_slot, last = _present_slots(token_ptr, tl.program_id(0) // H, R)
+    end = tl.cdiv(last, SLOTS)
     scores_ptr += row * pages * SLOTS
     page_tops_ptr += row * pages
     listed_ptr += row * pages
     top = tl.full((CHUNK,), FLOOR, tl.float32)
-    for start in range(begin, end, CHUNK):
+    for start in range(0, end, CHUNK):
         x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=FLOOR)
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
@@ -688,7 +653,7 @@ def _threshold(
     while (step > 1e-7) & (steps < NEWTON_STEPS):
         f_lanes = tl.zeros((CHUNK,), tl.float32)
         g_lanes = tl.zeros((CHUNK,), tl.float32)
-        for start in range(begin, end, CHUNK):
+        for start in range(0, end, CHUNK):
             x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=-float("inf"))
             f, g = entmax_terms(tl.maximum(x - highest - t, 0.0), 1.0 / RATE - 1.0, KIND)
             f_lanes += f
@@ -700,7 +665,7 @@ def _threshold(
     # A page whose largest score is not above it holds no support.
     t -= 1e-6
     count = 0
-    for start in range(begin, end, CHUNK):
+    for start in range(0, end, CHUNK):
         x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=-float("inf"))
         above = (x - highest > t).to(tl.int32)
         tl.store(listed_ptr + count + tl.cumsum(above, 0) - 1, start + lane, mask=above > 0)
@@ -733,9 +698,9 @@ def _threshold(
 @triton.jit
 def _mix_pages(
     values_ptr, value_scales_ptr, scores_ptr, page_tops_ptr, highest_ptr, tau_ptr, listed_ptr,
-    token_ptr, padding_ptr, mix_ptr, total_ptr, R, padded, splits, pages, qkv_ptr, H: tl.constexpr,
+    token_ptr, mix_ptr, total_ptr, R, padded, splits, pages, qkv_ptr, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    PER_ROW: tl.constexpr, WIDEN: tl.constexpr, RATE: tl.constexpr, KIND: tl.constexpr,
+    WIDEN: tl.constexpr, RATE: tl.constexpr, KIND: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The pages of a split that hold support of any query of the group, listed and then mixed."""
@@ -745,8 +710,8 @@ def _mix_pages(
     PAGES: tl.constexpr = 32
     lane = tl.arange(0, PAGES)
     wait_for_previous(AHEAD)
-    _n, _padding, _newest_slot, first, last = _present_slots(token_ptr, padding_ptr, b, R, PER_ROW)
-    begin, end = _split_pages(first, last, splits, SLOTS)
+    _n, _newest_slot, last = _present_slots(token_ptr, b, R)
+    begin, end = _split_pages(last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64)
     if value_scales_ptr is None:
         values_ptr += base * R * D
@@ -778,7 +743,7 @@ def _mix_pages(
     for i in tl.range(0, count, num_stages=STAGES):
         at = tl.load(listed_ptr + i) * SLOTS
         slot = at + tl.arange(0, SLOTS)
-        there = (slot >= first) & (slot < last)
+        there = slot < last
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
         )

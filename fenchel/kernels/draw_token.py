@@ -1,7 +1,7 @@
 """One token per row of logits, drawn on the device by settings that every row has for itself.
 
     w_v  = exp((z_v - max z) / temperature)
-    e_v  = -log(1 - u_v),    u_v = (philox(seed; v, n) + 1/2) 2^-32
+    e_v  = -log(1 - u_v),    u_v = (x_v + 1/2) 2^-32,    x_v of (seed, n, v) by SplitMix64
     v    = argmax of log w_v - log e_v over the tokens that stay
 
 Which tokens stay, and why the search below ends soon, is said in generation/sampling.py: in the
@@ -10,13 +10,14 @@ than ``top_k`` with a share below ``top_p`` of the sum over the ``top_k`` larges
 w_v >= ``min_p``. If the argmax over all does not stay, all that stay are before it, and the next
 round looks among those. Temperature 0 takes the first largest z.
 
-u depends on the seed of the row, the number n of the token and on v alone: not on other rows, and
-not on what was drawn before. ``draw_rows`` of generation/sampling.py defines the same in torch.
+x depends on the seed of the row, the position n of the token and on v alone: not on other rows, and
+not on what was drawn before. ``draw`` of generation/sampling.py defines the same in torch. n is the
+sum of two numbers in device memory: how many tokens the cache has, and how many left it.
 
 One program per row, since a row is short (64 kB for 32,000 in bfloat16): one pass for the largest
 z, one for the sum and the argmax, and for a row with a restriction one for the share of every round
-and one for its argmax if there is another. A pass with random numbers is some 120 instructions per
-entry, 17 us of one multiprocessor for 32,000; the others are a few us. A row with ``top_k`` and
+and one for its argmax if there is another. A pass with random numbers is some 50 instructions per
+entry, the others are a few us of one multiprocessor for 32,000. A row with ``top_k`` and
 ``top_p`` needs the sum over the ``top_k`` largest: the k-th largest z is found by bisection of its
 bits in 32 passes.
 
@@ -41,10 +42,11 @@ def draw_token(
     z_BV: Tensor,
     settings: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     n_B: Tensor,
+    left_B: Tensor,
     token_B: Tensor,
     marked_B: Tensor,
 ) -> None:
-    """Draw token n of every row into ``token_B`` and, or -1, into ``marked_B``.
+    """Draw token n + left of every row into ``token_B`` and, or -1, into ``marked_B``.
 
     ``settings`` are temperature, top_p and min_p (float32), top_k and seed (int64).
     """
@@ -54,6 +56,7 @@ def draw_token(
         z_BV,
         *settings,
         n_B,
+        left_B,
         token_B,
         marked_B,
         V,
@@ -65,9 +68,26 @@ def draw_token(
 
 
 @triton.jit
-def _key(z, top, temperature, seed, n, v):  # type: ignore[no-untyped-def]
+def _mix(x):  # type: ignore[no-untyped-def]
+    """The finaliser of SplitMix64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _state(seed, n):  # type: ignore[no-untyped-def]
+    """What the random words of a token begin from."""
+    x = _mix(seed + 0x9E3779B97F4A7C15)
+    return _mix(x + n.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _key(z, top, temperature, state, v):  # type: ignore[no-untyped-def]
     """log w - log e of the tokens v."""
-    x, _1, _2, _3 = tl.philox(seed, v, v * 0 + n, v * 0, v * 0)
+    pair = _mix(state + ((v >> 1) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    half = tl.where((v & 1) == 1, pair >> 32, pair & 0xFFFFFFFF)
+    x = (half ^ 0x80000000).to(tl.uint32)
     u = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # 1 - u has no small u left, and those decide which unlikely token is drawn.
     small = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
@@ -97,6 +117,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
     top_k_ptr,
     seed_ptr,
     n_ptr,
+    left_ptr,
     token_ptr,
     marked_ptr,
     V,
@@ -116,7 +137,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
     min_p = tl.load(min_p_ptr + b)
     k = tl.load(top_k_ptr + b).to(tl.int32)
     seed = tl.load(seed_ptr + b).to(tl.uint64, bitcast=True)
-    n = tl.load(n_ptr + b).to(tl.int32)
+    state = _state(seed, tl.load(n_ptr + b) + tl.load(left_ptr + b))
 
     best = tl.full((BLOCK,), low, tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
@@ -142,7 +163,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
             z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
             w = tl.exp((z - top) / temperature)
             total += w
-            key = tl.where((v < V) & (w >= min_p), _key(z, top, temperature, seed, n, v), low)
+            key = tl.where((v < V) & (w >= min_p), _key(z, top, temperature, state, v), low)
             better = key > highest
             highest = tl.where(better, key, highest)
             at = tl.where(better, v, at)
@@ -199,7 +220,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
                     z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
                     stays = tl.exp((z - top) / temperature) >= min_p
                     stays = stays & _is_before(z, v, z_chosen, chosen, V)
-                    key = tl.where(stays, _key(z, top, temperature, seed, n, v), low)
+                    key = tl.where(stays, _key(z, top, temperature, state, v), low)
                     better = key > highest
                     highest = tl.where(better, key, highest)
                     at = tl.where(better, v, at)

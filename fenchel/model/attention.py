@@ -92,13 +92,16 @@ class Attention(nn.Module):
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer
         q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, context.rotary[int(self.local)])
+        key_positions = None
         if context.cache is not None:
             k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)
+            if q_BHTD.shape[2] == 1:
+                key_positions = context.cache.key_positions(layer)
         if context.part is not None:
             return self._attend_part(q_BHTD, k_BGTD, v_BGTD, context, layer)
         if context.observe is not None:
             context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
-        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context)
+        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context, key_positions)
         override = context.attention_override
         o_BHTD = None if override is None else override(layer, call)
         if o_BHTD is None:
@@ -122,10 +125,15 @@ class Attention(nn.Module):
         return out
 
     def attention_call(
-        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: ForwardContext,
+        key_positions: Tensor | None = None,
     ) -> AttentionCall:
         """The call of ``attend`` for q (B, H, T, D) and k, v (B, G, S, D)."""
-        prior, scale = context.prior(self.mask, q, k), self.scale
+        prior, scale = context.prior(self.mask, q, k, key_positions), self.scale
         if self.l2:
             scale = 2 * AttentionSpec(scale=scale).scale_for(self.head_width)
             q, k = l2_as_dot_product(q, k)

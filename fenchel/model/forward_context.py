@@ -1,10 +1,10 @@
 """State shared by all layers during one forward pass.
 
-Slots are the columns of a batch, cached ones first; ``token_mask_BS`` is True at those that hold a
-token and False at padding. The position of a token is the number of tokens before it, so a sequence
-may be padded on either side. The T new slots are the last of S. A layer with a window may keep
-fewer keys than S; those are the last slots, and since priors are aligned to the last key, the same
-prior serves every layer.
+Slots are the columns of a batch; ``token_mask_BS`` is True at those that hold a token and False at
+padding. The position of a token is the number of tokens before it, so a sequence may be padded on
+either side. Priors are aligned to the last key, so that the same prior serves a layer that has
+fewer keys, those of a window. The rows of a cache may have unequal numbers of tokens, and their
+keys may be in any order: such a layer has a prior at the positions of its keys.
 
 Several documents may share a row (``segments_BT``, a number per document): a query then attends to
 keys of its own document only, and positions count from the first slot of each.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Angles, Dense, Prior, Segments
+from fenchel.attention.prior import Positioned
 from fenchel.attention.spec import AttentionCall
 
 SHARED_PRIOR = 1 << 22
@@ -35,17 +36,23 @@ it."""
 
 
 class Cache(Protocol):
-    """Keys and values of the slots already read (fenchel/generation/kv_cache.py)."""
+    """Keys and values of the tokens already read (fenchel/generation/kv_cache.py)."""
 
     @property
     def length(self) -> int:
-        """How many slots were read."""
+        """How many tokens the longest row has."""
+
+    def new_positions(self, T: int) -> Tensor | None:
+        """The positions (B, T) of new tokens; None where every row continues at ``length``."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, G, T, D); return the last keys and values of the layer, (B, G, S, D)."""
+        """Append (B, G, T, D); return the keys and values that queries see, (B, G, S, D)."""
+
+    def key_positions(self, layer: int) -> Tensor | None:
+        """The positions of those keys, (B, S); None where they are the last S in order."""
 
     def advance(self, positions: int) -> None:
-        """Count slots that every layer has appended."""
+        """Count tokens that every layer has appended."""
 
 
 @runtime_checkable
@@ -99,14 +106,17 @@ class ForwardContext:
     recompute: bool = False
     """Whether a block keeps only its input and is run again in the backward pass."""
 
-    priors: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
-    """Dense priors of a padded batch by (mask, S), computed once for all layers that share them."""
+    priors: dict[tuple[Prior | None, int, Tensor | None], Prior] = field(default_factory=dict)
+    """Dense priors by mask, keys and their positions, computed once for the layers that share
+    them."""
 
-    def prior(self, mask: Prior | None, q: Tensor, k: Tensor) -> Prior | None:
+    def prior(
+        self, mask: Prior | None, q: Tensor, k: Tensor, key_positions: Tensor | None = None
+    ) -> Prior | None:
         """The prior of a layer with this ``mask``, for its queries q and keys k."""
         bias, S = self.position_bias, k.shape[2]
         prior = mask if bias is None else (bias if mask is None else mask + bias)
-        if self.token_mask is None and self.segments is None:
+        if self.token_mask is None and self.segments is None and key_positions is None:
             return prior
         B, H, T, _ = q.shape
         masked, limit, heads = with_token_mask(prior, self.token_mask, S), SHARED_PRIOR, H
@@ -115,13 +125,17 @@ class ForwardContext:
             masked = own if masked is None else masked + own
             limit, heads = SHARED_SEGMENTS, H if masked.varies()[1] else 1
         assert masked is not None
+        if key_positions is not None:
+            masked = Positioned(masked, key_positions)
+            heads = H if masked.varies()[1] else 1
         if B * heads * T * S > limit:
             return masked
-        if (mask, S) not in self.priors:
+        key = mask, S, key_positions
+        if key not in self.priors:
             wide = torch.promote_types(q.dtype, torch.float32)
             log_u = masked.log(T, S, B=B, H=H, device=q.device, dtype=wide)
-            self.priors[mask, S] = Dense(log_u)
-        return self.priors[mask, S]
+            self.priors[key] = Dense(log_u)
+        return self.priors[key]
 
 
 def with_token_mask(prior: Prior | None, mask_BS: Tensor | None, keys: int) -> Prior | None:

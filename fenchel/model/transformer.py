@@ -101,8 +101,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """(B, T) -> (B, T, V), or (B, 1, V) with ``last``: the logits of only the last position.
 
-        ``token_mask_BS`` is True at slots that hold a token, those of the ``cache`` and then the
-        new ones; positions count tokens, and padding is never attended to. ``segments_BT`` numbers
+        ``token_mask_BS`` is True at slots that hold a token; positions count tokens, and padding is
+        never attended to. The rows of a ``cache`` have no padding. ``segments_BT`` numbers
         the documents of rows that hold several, one after another: each is read as if it stood
         alone. ``part`` selects the positions that are computed and gathers keys and values of the
         rest; the result has only these positions. ``memory_BSM`` is the output of ``encode``, with
@@ -121,6 +121,8 @@ class Transformer(nn.Module):
                 "recompute runs a block twice, which would append to the cache twice; leave out "
                 "one of them."
             )
+        if cache is not None and token_mask_BS is not None:
+            raise ValueError("the rows of a cache have lengths, and no token mask; leave it out.")
         T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
         self._require_ids(ids_BT, start + T, token_mask_BS)
         kind = self.config.kind
@@ -130,7 +132,9 @@ class Transformer(nn.Module):
                 if memory_BSM is None
                 else f"memory_BSM was given and kind={kind!r} has no cross-attention; leave it out."
             )
-        positions_BT = None if token_mask_BS is None else token_positions(token_mask_BS)[:, start:]
+        positions_BT = None if token_mask_BS is None else token_positions(token_mask_BS)
+        if cache is not None:
+            positions_BT = cache.new_positions(T)
         if segments_BT is not None:
             if cache is not None or token_mask_BS is not None or segments_BT.shape != ids_BT.shape:
                 raise ValueError(
@@ -150,7 +154,8 @@ class Transformer(nn.Module):
             ids_BT, positions_BT = ids_BT[:, at], positions_BT[:, at]
             types_BT = None if types_BT is None else types_BT[:, at]
         x_BTM = self._embed(ids_BT, start, positions_BT, types_BT)
-        shape = {"one_shape": part is None}
+        in_order = cache is None or (T > 1 or positions_BT is None)
+        shape = {"one_shape": part is None and in_order}
         context = ForwardContext(
             rotary=self._rotary(start, start + T, positions_BT, x_BTM),
             token_mask=token_mask_BS,
@@ -275,7 +280,7 @@ class Transformer(nn.Module):
         shape = (ids_BT.shape[0], slots)
         if token_mask_BS.dtype != torch.bool or tuple(token_mask_BS.shape) != shape:
             raise ValueError(
-                f"token_mask should be bool of shape {shape}, one per slot with those cached, "
+                f"token_mask should be bool of shape {shape}, one per slot, "
                 f"got {token_mask_BS.dtype} of {tuple(token_mask_BS.shape)}."
             )
 

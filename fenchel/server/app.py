@@ -48,17 +48,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fenchel.files import printable
-from fenchel.generation import Sampling
+from fenchel.generation import Request, Sampling, Update
+from fenchel.generation.scheduler import TurnFacts
 from fenchel.server.embeddings import Embedder
-from fenchel.server.engine import (
-    Engine,
-    QueueFull,
-    Request,
-    RequestFacts,
-    StepFacts,
-    Ticket,
-    Update,
-)
+from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
 from fenchel.server.guard import Guard
 from fenchel.server.metrics import CONTENT_TYPE, Metrics
 from fenchel.server.openai_api import (
@@ -214,7 +207,7 @@ class Relay:
         """An update, on the engine's thread."""
         self._updates.append((exchange, number, update))
 
-    def on_step(self, facts: StepFacts) -> None:
+    def on_step(self, facts: TurnFacts) -> None:
         """The end of a step, on the engine's thread."""
         self.metrics.on_step(facts)
         if self.loop is not None:

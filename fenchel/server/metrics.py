@@ -23,7 +23,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from fenchel.server.engine import Engine, Request, RequestFacts, StepFacts, Token
+from fenchel.generation.scheduler import Request, Token, TurnFacts
+from fenchel.server.engine import Engine, RequestFacts
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 _STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -106,7 +107,7 @@ class Metrics:
         self._queue.set_function(lambda: engine.queued)
         self._rows.set_function(lambda: engine.active)
 
-    def on_step(self, facts: StepFacts) -> None:
+    def on_step(self, facts: TurnFacts) -> None:
         """A turn of the engine."""
         self._columns.set(facts.columns)
         if facts.prompt_tokens:

@@ -5,12 +5,9 @@ obeyed, or refused by its name (``ApiError``, status 400); those of ``UNUSED`` a
 no answer depends on them. A field that is null counts as absent.
 
 **Seeds.** A call asks for n choices of each of its prompts. Choice i of prompt j draws by
-
-    seed                                          i = j = 0
-    the first 63 bits of SHA-256("seed j i")      otherwise
-
-so that one choice of one prompt is what ``fenchel generate --seed`` gives with the same settings.
-Without a seed one is drawn.
+``choice_seed(seed, j, i)``, the first of the first by the seed itself: with the same settings it is
+the text of ``fenchel generate --seed``, but for rounding (generation/sampling.py). Without a seed
+one is drawn.
 
 **Log-probabilities** are those of the raw logits, before temperature, penalties and filters. Every
 token has the same number as a chosen one and among the likeliest. In completions the likeliest are
@@ -33,17 +30,17 @@ from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from fenchel.config import did_you_mean
 from fenchel.data import ChatTemplate, TextTokenizer
 from fenchel.files import no_duplicates, printable
-from fenchel.generation.attention_trace import TraceSettings, trace_settings
-from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling
+from fenchel.generation.attention_trace import TRACE_FIELDS, TraceSettings, trace_settings
+from fenchel.generation.generate import prompt_ids
+from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling, choice_seed
+from fenchel.generation.scheduler import Request, Token, Update
 from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
 from fenchel.model import ModelConfig
-from fenchel.server.engine import Request, Token, Update
 
 MOST_PROMPTS = 32
 MOST_CHOICES = 8
@@ -52,6 +49,8 @@ DEEPEST = 16
 """Nested objects and lists of a body at most."""
 LEAST_CHARACTERS = 32
 """Characters per token of the context up to which a text is encoded, whatever the vocabulary."""
+MOST_DRAFT, MOST_TOKENS = 64, 1 << 20
+"""Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
 LOWEST = -9999.0
 """What -inf is written as."""
 
@@ -76,7 +75,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), "the chat template has no such setting"),
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
-    "prompt_cache_options": ((), "there is no cache of prompts"),
+    "prompt_cache_options": ((), "prefixes are kept without options"),
 }
 """Fields that are refused: the values that mean the same as none, and why."""
 
@@ -133,6 +132,8 @@ class ServedModel:
     context: int
     ends: tuple[int, ...]
     """Ids that end a text."""
+    decoder_start: int | None = None
+    """The first token of the decoder of an encoder-decoder, where the checkpoint names one."""
     aliases: frozenset[str] = frozenset({"default"})
     """Other names that requests may give; any name at all where it is empty."""
     defaults: Sampling = field(default_factory=Sampling)
@@ -232,8 +233,11 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     fields.model(served)
     prompts = _prompts(fields, served)
     echo = fields.flag("echo")
+    if echo and served.config.kind == "encoder-decoder":
+        raise ApiError("the encoder reads a prompt, and no score of it can be given.", param="echo")
     top = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
-    most = fields.integer("max_tokens", 16, 0, served.context)
+    own = _own_fields(fields, served)
+    most = fields.integer("max_tokens", 16, 0, own.most_tokens)
     assert most is not None
     if most == 0 and not echo:
         raise ApiError(
@@ -253,7 +257,9 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         logprobs=top,
         # A prompt that is only echoed takes the way of one whose scores are requested.
         prompt_logprobs=(top or 0) if echo and (top is not None or most == 0) else None,
-        trace=_trace(fields, served),
+        trace=own.trace,
+        draft=own.draft,
+        past_context=own.past_context,
     )
     return _call(fields, served, template, [ids for ids, _ in prompts], is_chat=False, echo=echoes)
 
@@ -262,7 +268,7 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     """The call of a body of /v1/chat/completions."""
     fields = _Fields(body, CHAT_FIELDS, "/v1/chat/completions")
     fields.model(served)
-    ids = _conversation_ids(fields.required("messages"), served)
+    ids, own = _conversation_ids(fields.required("messages"), served), _own_fields(fields, served)
     room = served.context - len(ids) + 1
     if room < 1 or not ids:
         raise ApiError(
@@ -270,8 +276,11 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
             param="messages",
             code="context_length_exceeded",
         )
-    most = fields.integer("max_tokens", None, 1, served.context)
-    newer = fields.integer("max_completion_tokens", None, 1, served.context)
+    if served.config.kind == "encoder-decoder":
+        room = served.context  # the decoder reads the answer alone
+    room = own.most_tokens if own.past_context else room
+    most = fields.integer("max_tokens", None, 1, own.most_tokens)
+    newer = fields.integer("max_completion_tokens", None, 1, own.most_tokens)
     if most is not None and newer is not None and most != newer:
         raise ApiError(
             "max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens"
@@ -284,14 +293,18 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     texts = [stop for stop in served.template_stops if isinstance(stop, str)]
     template = Request(
         prompt=(0,),
-        max_new_tokens=min(room, most or newer or room),
+        max_new_tokens=(most or newer or room)
+        if own.past_context
+        else min(room, most or newer or room),
         sampling=_sampling(fields, served),
         seed=0,
         stop_ids=_stop_ids(fields, served, (*served.ends, *ends)),
         stop_strings=(*fields.stops(), *texts),
         continues=False,
         logprobs=(top or 0) if scored else None,
-        trace=_trace(fields, served),
+        trace=own.trace,
+        draft=own.draft,
+        past_context=own.past_context,
     )
     return _call(fields, served, template, [ids], is_chat=True)
 
@@ -330,7 +343,7 @@ def _call(
         served=served,
         is_chat=is_chat,
         requests=tuple(
-            replace(template, prompt=tuple(ids), seed=choice_seed(seed, j, i))
+            replace(_with_prompt(template, served, ids), seed=choice_seed(seed, j, i))
             for j, ids in enumerate(prompts)
             for i in range(n)
         ),
@@ -342,17 +355,6 @@ def _call(
         id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
     )
-
-
-def choice_seed(seed: int, prompt: int, choice: int) -> int:
-    """The seed of one choice of one prompt.
-
-    >>> choice_seed(7, 0, 0), choice_seed(7, 0, 1) == choice_seed(7, 1, 0)
-    (7, False)
-    """
-    if prompt == choice == 0:
-        return seed
-    return int.from_bytes(sha256(f"{seed} {prompt} {choice}".encode()).digest()[:8]) >> 1
 
 
 class _Fields:
@@ -479,14 +481,20 @@ def _prompts(
 
 
 def text_ids(text: str, served: ServedModel) -> list[int]:
-    """The ids of a prompt, which begins as every text of the model does.
-
-    An empty one that would begin without any token begins with the end of the text before it.
-    """
+    """The ids of a prompt, for the decoder or the encoder."""
     try:
-        return [*served.tokenizer.begin_ids, *served.tokenizer.encode(text)] or [*served.ends[:1]]
+        ids, source = prompt_ids(text, served.tokenizer, served.config, served.ends)
     except ValueError as error:
         raise ApiError(str(error), param="prompt") from None
+    return ids if source is None else source
+
+
+def _with_prompt(request: Request, served: ServedModel, ids: Sequence[int]) -> Request:
+    """The request with ids as prompt of a decoder, or as source of an encoder-decoder."""
+    if served.config.kind != "encoder-decoder":
+        return replace(request, prompt=tuple(ids))
+    start = served.tokenizer.pad_id if served.decoder_start is None else served.decoder_start
+    return replace(request, prompt=(start,), source=tuple(ids))
 
 
 def _require_length(characters: int, served: ServedModel, param: str) -> None:
@@ -623,13 +631,38 @@ def _stop_ids(fields: _Fields, served: ServedModel, ends: Iterable[int]) -> froz
     return frozenset(ids) if fields.flag("ignore_eos") else frozenset([*ids, *ends])
 
 
-def _trace(fields: _Fields, served: ServedModel) -> TraceSettings | None:
-    if "fenchel" not in fields.values:
-        return None
-    try:
-        return trace_settings(fields.values["fenchel"], served.config)
-    except ValueError as error:
-        raise ApiError(str(error), param="fenchel") from None
+class _OwnFields(NamedTuple):
+    """What the field ``fenchel`` asks for."""
+
+    trace: TraceSettings | None
+    draft: int
+    past_context: bool
+    most_tokens: int
+    """New tokens at most."""
+
+
+def _own_fields(fields: _Fields, served: ServedModel) -> _OwnFields:
+    value = fields.values.get("fenchel", {})
+    if not isinstance(value, dict):
+        raise fields.wrong("fenchel", "an object")
+    names, known = ("draft", "past_context"), ("draft", "past_context", *TRACE_FIELDS)
+    for name in value:
+        if name not in known:
+            hint = did_you_mean(str(name)[:40], known)
+            message = f"fenchel has no field {printable(name, 40)!r}; {hint}"
+            raise ApiError(message, param="fenchel")
+    decoding = {name: value[name] for name in names if name in value}
+    own = _Fields(decoding, names, "fenchel", "fenchel.")
+    draft = own.integer("draft", 0, 0, MOST_DRAFT) or 0
+    past_context = own.flag("past_context")
+    traced = {name: one for name, one in value.items() if name not in names}
+    trace = None
+    if traced or ("fenchel" in fields.values and not decoding):
+        try:
+            trace = trace_settings(traced, served.config)
+        except ValueError as error:
+            raise ApiError(str(error), param="fenchel") from None
+    return _OwnFields(trace, draft, past_context, MOST_TOKENS if past_context else served.context)
 
 
 def _echo(tokenizer: TextTokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:

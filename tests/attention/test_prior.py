@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Segments, Window
-from fenchel.attention.prior import ScoreBlock, ScoreIndex, as_band, outside_band
+from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, RelativeBias, Segments, Window
+from fenchel.attention.prior import Positioned, ScoreBlock, ScoreIndex, as_band, outside_band
 
 INF = torch.inf
 
@@ -197,3 +197,27 @@ def test_causal_and_window_reach_as_little_as_they_can() -> None:
 def test_a_prior_that_cannot_be_is_refused_in_a_sentence(build: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        Causal(),
+        Window(3),
+        ALiBi(2),
+        Window(2) + ALiBi(2),
+        RelativeBias(torch.arange(16.0).view(8, 2), False, 12),
+    ],
+    ids=lambda prior: type(prior).__name__,
+)
+def test_a_prior_at_positions_is_the_prior_whatever_the_order_of_the_keys(prior: Prior) -> None:
+    """Rows of 6 and 3 keys in shuffled order, and absent ones between them."""
+    positions = torch.tensor([[4, 0, -1, 5, 1, 3, 2], [-1, 2, -1, -1, 0, 1, -1]])
+    placed = Positioned(prior, positions).log(1, 7, B=2, H=2, dtype=torch.float64)
+    placed = placed.expand(2, 2, 1, 7)
+    for row, keys in enumerate((6, 3)):
+        whole = prior.log(1, keys, B=1, H=2, dtype=torch.float64).expand(1, 2, 1, keys)
+        for slot, position in enumerate(positions[row].tolist()):
+            wanted = whole[0, :, 0, position] if position >= 0 else torch.full((2,), -INF)
+            assert placed[row, :, 0, slot].tolist() == wanted.tolist()
+    assert Positioned(prior, positions).varies() == (True, prior.varies()[1])

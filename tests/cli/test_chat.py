@@ -19,13 +19,14 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fenchel import generation
 from fenchel.checkpoints import load, save
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.cli import main
-from fenchel.cli.chat import Conversation, change_setting
+from fenchel.cli.chat import change_setting
 from fenchel.data import ChatTemplate, train_tokenizer
-from fenchel.generation import GenerationSettings, Sampling, stream
+from fenchel.generation import Conversation, Decoder, GenerationSettings, Request, Sampling
+from fenchel.generation import conversation as conversation_module
+from fenchel.generation.generate import updates
 from fenchel.model import ModelConfig, Transformer
 
 TEMPLATE = (
@@ -126,11 +127,11 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ids that answers are drawn from."""
     given: list[list[int]] = []
 
-    def watched(model: Transformer, ids: Tensor, *rest: Any, **keywords: Any) -> Iterator[Tensor]:
-        given.append(ids[0].tolist())
-        return stream(model, ids, *rest, **keywords)
+    def watched(model: Transformer, requests: list[Request], *rest: Any, **keywords: Any) -> Any:
+        given.append(list(requests[0].prompt))
+        return updates(model, requests, *rest, **keywords)
 
-    monkeypatch.setattr(generation, "stream", watched)
+    monkeypatch.setattr(conversation_module, "updates", watched)
     return given
 
 
@@ -138,13 +139,13 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def read_ids(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ids that the model reads in one pass; single tokens have a step of their own."""
     passes: list[list[int]] = []
-    forward = Transformer.forward
+    read = Decoder.read
 
-    def watched(model: Transformer, ids: Tensor, **keywords: Any) -> Tensor:
-        passes.append(ids[0].tolist())
-        return forward(model, ids, **keywords)
+    def watched(decoder: Decoder, rows: Any, parts: Any, **keywords: Any) -> Tensor:
+        passes.append(list(parts[0]))
+        return read(decoder, rows, parts, **keywords)
 
-    monkeypatch.setattr(Transformer, "forward", watched)
+    monkeypatch.setattr(Decoder, "read", watched)
     return passes
 
 
@@ -332,7 +333,7 @@ def test_a_message_that_does_not_fit_is_refused(talk: Talker) -> None:
     assert "cut off: the context of 128 tokens is full" in cut.err
 
 
-def test_an_answer_that_is_cut_off_says_so(talk: Talker) -> None:
+def test_an_answer_that_is_cut_off_ends_with_a_sentence(talk: Talker) -> None:
     shown = talk("Count to five.", flags=["--max-new-tokens", "3"])
     assert shown.out == "one\ntwo\n"
     assert shown.err == "The answer is cut off at 3 tokens (--max-new-tokens).\n"
@@ -353,7 +354,9 @@ def test_an_interrupt_keeps_what_was_written(checkpoint: Path, read_ids: list[li
 
     signals: list[signal.Signals] = []
     word = "three"
-    chat = Conversation(model, tokenizer, template, settings)
+    chat = Conversation(
+        model, tokenizer, template, settings, interrupted=lambda error: not error.args
+    )
     answer = chat.ask("Count to five.", interrupt)
     assert (answer.content, answer.end) == ("one\ntwo", "interrupt")
     assert chat.messages() == conversation([("Count to five.", "one\ntwo")])

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.generation import GenerationSettings, KVCache, Sampling, stream_text
-from fenchel.model import Transformer
+from fenchel.generation import Decoder, GenerationSettings, KVCache, Sampling, stream_text
 
 
 @pytest.fixture
@@ -81,13 +80,13 @@ def test_weights_have_the_dtype_and_the_device_that_are_named(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[torch.dtype, str]] = []
-    forward = Transformer.forward
+    read = Decoder.read
 
-    def watched(model: Transformer, ids: Tensor, **keywords: Any) -> Tensor:
-        found.append((model.lm_head_weight.dtype, str(ids.device)))
-        return forward(model, ids, **keywords)
+    def watched(decoder: Decoder, *parts: Any, **keywords: Any) -> Tensor:
+        found.append((decoder.model.lm_head_weight.dtype, str(decoder.device)))
+        return read(decoder, *parts, **keywords)
 
-    monkeypatch.setattr(Transformer, "forward", watched)
+    monkeypatch.setattr(Decoder, "read", watched)
     for dtype in ("float64", "bfloat16"):
         found.clear()
         assert text_of([*words, "--device", "cpu", "--dtype", dtype], capsys)
@@ -115,7 +114,7 @@ def say(directory: Path, **settings: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def test_a_checkpoint_says_how_to_draw_and_flags_win(
+def test_sampling_settings_of_a_checkpoint_hold_unless_a_flag_is_given(
     words: list[str], exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, words[1] = words[1], str(exported)
@@ -155,7 +154,7 @@ def test_penalties_and_biases_are_flags(
         assert "should be ID=VALUE" in capsys.readouterr().err
 
 
-def test_a_checkpoint_says_where_a_text_ends(
+def test_the_ends_of_a_text_are_those_of_the_checkpoint(
     words: list[str], exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words[1] = str(exported)
@@ -230,3 +229,36 @@ def test_a_prompt_beyond_the_context_is_cut_with_a_notice(
     found = re.search(r"the prompt has (\d+) tokens and the model reads 16: its first (\d+)", said)
     assert found is not None
     assert int(found[1]) - int(found[2]) == 16
+
+
+def test_log_probabilities_and_attention_come_with_the_tokens(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_of(words, capsys)
+    assert main([*words, "--json", "--logprobs", "2", "--attention"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == text
+    assert "".join(token["text"] for token in result["tokens"]).startswith(text[:20])
+    for token in result["tokens"]:
+        assert token["logprob"] <= token["top"][0][2] + 1e-6
+        assert len(token["top"]) == 2
+        assert token["fenchel"]["attention"]["layers"]
+    assert main([*words, "--attention"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 40  # a line per token after the text
+    assert main([*words, "--logprobs", "2"]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_the_context_ends_the_text_without_past_context(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [*words, "--context", "16"]
+    assert text_of([*short, "--no-past-context"], capsys) in text_of(short, capsys)
+    assert len(text_of([*short, "--no-past-context"], capsys)) < len(text_of(short, capsys))
+
+
+def test_an_invariant_text_is_the_plain_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text_of([*words, "--invariant"], capsys) == text_of(words, capsys)

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from fenchel.checkpoints import load
+from fenchel.checkpoints.tokenizer import suggested_generation
 from fenchel.cli import main
-from fenchel.cli.serve import default_sampling, fingerprint, read_key
+from fenchel.cli.serve import read_key
 from fenchel.data import train_tokenizer
 from fenchel.generation import Sampling
+from fenchel.generation.sampling import DEFAULTS, resolve_sampling
 from fenchel.server.app import Server
+from fenchel.server.engine import Engine
 
 Ask = Callable[[str, Any], tuple[int, dict[str, Any]]]
 
@@ -47,7 +50,7 @@ def test_wrong_flags_get_a_sentence(
     assert sentence in said
 
 
-def test_without_the_extra_it_says_how_to_install_it(
+def test_without_the_extra_the_message_names_the_installation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fenchel.cli.serve.find_spec", lambda _: None)
@@ -135,8 +138,12 @@ def test_a_tuned_model_draws_as_its_checkpoint_does(
     tune = ["tune", str(checkpoint), "--text", str(text_file), "--steps", "1", "--out", str(run)]
     assert main([*tune, "--set", "train.threads=1"]) == 0
     expected = Sampling(temperature=0.5, top_k=7, repetition_penalty=1.25)
-    assert default_sampling(run) == default_sampling(checkpoint) == expected
-    assert default_sampling(run_directory) == Sampling()
+
+    def defaults(directory: Path) -> Sampling:
+        return resolve_sampling(suggested_generation(directory)[0], {})[0]
+
+    assert defaults(run) == defaults(checkpoint) == expected
+    assert defaults(run_directory) == DEFAULTS
 
 
 def test_an_encoder_gives_embeddings_and_continues_nothing(
@@ -175,11 +182,50 @@ def test_an_encoder_gives_embeddings_and_continues_nothing(
     assert served([str(tmp_path)], use) == 0
 
 
+def test_an_encoder_decoder_answers_a_prompt_as_generate_does(
+    tmp_path: Path, served: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The encoder reads the prompt, also that of a chat, while others are served."""
+    tokenizer = train_tokenizer(["the people of these States"], 270).library
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=3,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    T5ForConditionalGeneration(config).eval().save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["generate", str(tmp_path), "--prompt", "the people", "--max-new-tokens", "9"]
+    assert main([*words, "--seed", "4", "--json", "--device", "cpu"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+
+    def use(ask: Ask) -> None:
+        body = {"prompt": ["the people", "States"], "max_tokens": 9, "seed": 4}
+        status, answer = ask("/v1/completions", body)
+        assert status == 200
+        assert len(answer["choices"]) == 2
+        assert answer["choices"][0]["text"] == text
+        messages = [{"role": "user", "content": "the people"}]
+        assert ask("/v1/chat/completions", {"messages": messages, "max_tokens": 3})[0] == 200
+        status, answer = ask("/v1/completions", {**body, "echo": True, "logprobs": 1})
+        assert status == 400
+        assert "no score" in answer["error"]["message"]
+
+    flags = ["--template", "plain", "--device", "cpu"]
+    assert served([str(tmp_path), *flags], use) == 0
+
+
 def test_the_fingerprint_changes_with_one_bit_of_the_weights(run_directory: Path) -> None:
     model, tokenizer, _ = load(run_directory)
 
     def digits(rows: int = 4) -> str:
-        return fingerprint(model, tokenizer.to_str(), rows, False, "model")
+        return Engine(model, tokenizer, rows=rows).fingerprint()
 
     before = digits()
     assert before == digits()

@@ -7,7 +7,7 @@ import torch
 from rich.cells import cell_len
 
 from fenchel.cli.token_attention import attention_lines
-from fenchel.generation.attention_trace import AttentionSettings, TraceSettings, trace_text
+from fenchel.generation.attention_trace import TraceAttention, TraceSettings, trace_text
 from fenchel.model import ModelConfig, Transformer
 
 TOKENS = ["She", " sells", " sea", "\x1b[2J", " shells", "\n", "東京", "!"]
@@ -21,7 +21,7 @@ def model() -> Transformer:
 
 
 def test_a_line_per_token_names_what_it_read(model: Transformer) -> None:
-    settings = TraceSettings(entropy=True, attention=AttentionSettings(top=3))
+    settings = TraceSettings(entropy=True, attention=TraceAttention(top=3))
     traces = trace_text(model, list(range(8)), 5, settings)
     head, *rows, empty, text = attention_lines(TOKENS, traces, width=100)
     assert head.split() == ["token", "p", "rank", "keys", "read"]
@@ -40,7 +40,7 @@ def test_a_line_per_token_names_what_it_read(model: Transformer) -> None:
 
 
 def test_lines_fit_the_width_and_colours_change_no_text(model: Transformer) -> None:
-    settings = TraceSettings(attention=AttentionSettings(top=6))
+    settings = TraceSettings(attention=TraceAttention(top=6))
     traces = trace_text(model, list(range(8)), 2, settings)
     plain = attention_lines(TOKENS, traces, width=48)
     coloured = attention_lines(TOKENS, traces, width=48, colour=True)

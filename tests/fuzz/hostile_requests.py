@@ -109,6 +109,8 @@ _SAMPLING: dict[str, Any] = {
         "attention": {"layers": [0, 1], "heads": "all", "top": 4},
         "sensitivity": True,
         "confidence": True,
+        "draft": 4,
+        "past_context": True,
     },
 }
 _MESSAGES = [
@@ -671,13 +673,13 @@ def templates(served: Served) -> Part:
 
 FAILING = """
 from pathlib import Path
-from fenchel.generation.continuous_batch import ContinuousBatch
-step = ContinuousBatch.step
-def failing(batch, *words):
+from fenchel.generation import Decoder
+step = Decoder.step
+def failing(decoder, *words):
     if Path(FLAG).exists():
         raise MemoryError("no \\x1b[2J memory")
-    return step(batch, *words)
-ContinuousBatch.step = failing
+    return step(decoder, *words)
+Decoder.step = failing
 """
 """A step that fails once the file FLAG exists."""
 

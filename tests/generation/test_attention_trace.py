@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import attend
-from fenchel.generation import KVCache
+from fenchel.generation import Decoder, KVCache
 from fenchel.generation.attention_trace import (
-    AttentionSettings,
     LayerTrace,
     PassTrace,
     PositionsRead,
     TokenCalibration,
     TokenTrace,
+    TraceAttention,
     TracedRow,
     TraceSettings,
     trace_settings,
     trace_text,
 )
-from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.cpu_step import CpuForward
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.model import ModelConfig, Transformer
 
@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 every_shape = pytest.mark.parametrize("name", SHAPES)
 EVERYTHING = TraceSettings(
-    entropy=True, sensitivity=True, attention=AttentionSettings(heads="all", top=5)
+    entropy=True, sensitivity=True, attention=TraceAttention(heads="all", top=5)
 )
 
 
@@ -132,33 +132,38 @@ def require_trace(model: Transformer, ids: list[int], token: int, found: TokenTr
 
 @every_shape
 def test_a_traced_step_gives_the_weights_of_the_whole_text(
-    name: str, lively: Build, prompts: Draw
+    name: str, lively: Build, prompts: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of unequal lengths, after a prefill and after steps, in a padded batch."""
+    """Rows of unequal lengths, after their prompts and after steps, also where slots come round."""
     model = lively(**SHAPES[name])
-    T, lengths, B = 12, (12, 9, 4), 3
-    ids_BT = prompts(B, T + 2)
-    mask_BS = torch.ones(B, T + 2, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        mask_BS[row, : T - length] = False
-    cache = KVCache(model.config, batch=B, positions=T + 2)
-    plain = why_not_cpu_step(model) is None
-    step = CpuStep(model, cache, batch=B) if plain else None
-    assert plain == (name in ("plain", "gqa", "window"))
-    with torch.no_grad():
-        for columns in (T, T + 1):
-            rows = [TracedRow(row, lengths[row] + columns - T, EVERYTHING) for row in (2, 0)]
-            trace = PassTrace(model, rows)
-            new = ids_BT[:, cache.length : columns]
-            if step is not None and columns > T:
-                logits = step.step(new[:, 0], mask_BS[:, :columns], trace.observe)
-            else:
-                mask = mask_BS[:, :columns]
-                logits = model(new, cache=cache, token_mask_BS=mask, observe=trace.observe)[:, -1]
-            found = trace.tokens(logits[[2, 0]], ids_BT[[2, 0], columns])
-            for row, one in zip((2, 0), found, strict=True):
-                text = ids_BT[row, T - lengths[row] : columns].tolist()
-                require_trace(model, text, int(ids_BT[row, columns]), one)
+    monkeypatch.setattr("fenchel.generation.decoder.SLACK", 0)
+    T, lengths = 12, (12, 9, 4)
+    texts = [prompts(T + 3, seed=row).tolist() for row in range(3)]
+    with torch.inference_mode():
+        decoder = Decoder(model, rows=3)
+        assert (decoder.kind.name in ("cpu", "packed")) == (name in ("plain", "gqa", "window"))
+        rows = []
+        for text, length in zip(texts, lengths, strict=True):
+            row = decoder.take(text[:length])
+            trace = PassTrace(model, [TracedRow(0, length, EVERYTHING)])
+            x = decoder.read([row], [text[:length]], observe=trace.observe)
+            (first,) = trace.tokens(decoder.logits(x), torch.tensor([text[length]]))
+            require_trace(model, text[:length], text[length], first)
+            rows.append(row)
+        for more in (1, 2):
+            traced = [TracedRow(rows[r].index, lengths[r] + more, EVERYTHING) for r in (2, 0)]
+            for row, text, length in zip(rows, texts, lengths, strict=True):
+                row.token = text[length + more - 1]
+            positions = decoder.view(decoder.fit()).key_positions
+            trace = PassTrace(model, traced, key_positions=positions)
+            logits = decoder.step(trace.observe)
+            next_ids = [texts[r][lengths[r] + more] for r in (2, 0)]
+            at = [rows[r].index for r in (2, 0)]
+            for r, one in zip(
+                (2, 0), trace.tokens(logits[at], torch.tensor(next_ids)), strict=True
+            ):
+                end = lengths[r] + more
+                require_trace(model, texts[r][:end], texts[r][end], one)
 
 
 @every_shape
@@ -181,7 +186,7 @@ def test_a_small_cache_is_traced_by_the_keys_that_it_returns(
     with torch.no_grad():
         model(ids[:, :8], cache=cache)
         trace = PassTrace(model, [TracedRow(0, 9, EVERYTHING)])
-        logits = CpuStep(model, cache, batch=1).step(ids[:, 8], None, trace.observe)
+        logits = CpuForward(model).step(cache, ids[:, 8], trace.observe)
     layer = trace.tokens(logits, torch.tensor([3]))[0].layers[0]
     exact = trace_text(model, [*ids[0].tolist(), 3], 9, EVERYTHING)[0].layers[0]
     assert layer.entropy == pytest.approx(exact.entropy, abs=0.05)
@@ -190,7 +195,7 @@ def test_a_small_cache_is_traced_by_the_keys_that_it_returns(
 
 def test_rows_get_what_they_ask_for(lively: Build, prompts: Draw) -> None:
     model, ids = lively(layers=3), prompts(2, 6)
-    few = AttentionSettings(layers=(2,), top=2)
+    few = TraceAttention(layers=(2,), top=2)
     rows = [
         TracedRow(0, 6, TraceSettings(attention=few, confidence=True)),
         TracedRow(1, 6, TraceSettings(entropy=True)),
@@ -244,9 +249,9 @@ CONFIG = ModelConfig(vocabulary=9, layers=4, heads=4)
 def test_settings_of_a_request() -> None:
     value = {"entropy": True, "attention": {"layers": [3, 1], "heads": "all", "top": 3}}
     settings = trace_settings(value, CONFIG)
-    assert settings.attention == AttentionSettings(layers=(3, 1), heads="all", top=3)
+    assert settings.attention == TraceAttention(layers=(3, 1), heads="all", top=3)
     assert settings.layers(CONFIG) == (1, 3)
-    assert trace_settings({"attention": True}, CONFIG).attention == AttentionSettings()
+    assert trace_settings({"attention": True}, CONFIG).attention == TraceAttention()
     assert trace_settings({}, CONFIG) == TraceSettings()
 
 

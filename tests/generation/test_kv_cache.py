@@ -80,61 +80,83 @@ def test_a_windowed_layer_holds_its_window_and_not_the_text() -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "float16"])
+@pytest.mark.parametrize("slack", [0, 2, 16])
 @pytest.mark.parametrize("sizes", [[1] * 90, [40, 1, 1, 48], [7, 30, 2, 2, 9, 40], [90]])
-def test_a_window_sees_its_last_keys_in_order_however_they_came(
-    sizes: list[int], kind: Any
+def test_a_window_returns_the_keys_that_its_queries_see(
+    sizes: list[int], slack: int, kind: Any
 ) -> None:
+    """In order for several tokens; for one token at the positions that the cache names."""
     config = plain(layers=1, windows=(6,), context=90)
-    cache = KVCache(config, batch=1, positions=90, kind=kind)
+    cache = KVCache(config, batch=1, positions=90, kind=kind, slack=slack)
     x = torch.arange(90.0).view(1, 1, 90, 1).expand(1, 4, 90, 3)
     start = 0
     for size in sizes:
         k, v = cache.append(0, x[:, :, start : start + size], -x[:, :, start : start + size])
-        cache.advance(size)
+        placed, visible = cache.key_positions(0), cache.visible(0)
+        found = k[0, 0, :, 0].tolist()
+        if size == 1 and placed is not None:
+            assert [int(n) for n in found] == placed[0].tolist()
+            if visible is not None:
+                found = [n for n, seen in zip(found, visible[0].tolist(), strict=True) if seen]
         first = max(0, start - 5)
-        assert k[0, 0, :, 0].tolist() == list(range(first, start + size))
+        assert sorted(found) == list(range(first, start + size))
+        assert size == 1 or found == sorted(found)
         assert torch.equal(k, -v)
+        cache.advance(size)
         start += size
 
 
-@pytest.mark.parametrize("sizes", [[5], [1] * 5], ids=["at once", "one by one"])
-@pytest.mark.parametrize("windows", [(), (6,)])
-def test_what_was_taken_back_leaves_no_trace(windows: tuple[int, ...], sizes: list[int]) -> None:
-    config = plain(layers=1, windows=windows, context=300)
-    cache = KVCache(config, batch=1, positions=300, rewindable=4)
-    x = torch.arange(300.0).view(1, 1, 300, 1).expand(1, 4, 300, 3)
-    wrong = torch.full((1, 4, 5, 3), torch.nan)
-    while cache.length < 290:
-        at = cache.length
-        wrong[:, :, 0] = x[:, :, at]
-        for part in wrong.split(sizes, dim=2):
-            cache.append(0, part, part)
-            cache.advance(part.shape[2])
-        cache.rewind(at + 1)  # the four guesses were in vain
-        k, _ = cache.append(0, x[:, :, at + 1 : at + 2], x[:, :, at + 1 : at + 2])
-        cache.advance(1)
-        first = max(0, at + 1 - 5) if windows else 0
-        assert k[0, 0, :, 0].tolist() == list(range(first, at + 2))
+def test_rows_have_lengths_of_their_own() -> None:
+    config = plain(layers=2, windows=(3, 0), context=20)
+    cache = KVCache(config, batch=3, positions=20, slack=0)
+    lengths = [0, 2, 9]
+    for row, n in enumerate(lengths):
+        view = cache.select([row], [0])
+        for layer in range(2 if n else 0):
+            x = 100.0 * row + torch.arange(float(n)).view(1, 1, n, 1).expand(1, 4, n, 3)
+            view.append(layer, x, x)
+    view = cache.select(slice(0, 3), lengths)
+    new = torch.tensor([100.0 * row + n for row, n in enumerate(lengths)])
+    x = new.view(3, 1, 1, 1).expand(3, 4, 1, 3)
+    for layer, seen in ((0, 3), (1, 99)):
+        k, _ = view.append(layer, x, x)
+        visible, placed = view.visible(layer), view.key_positions(layer)
+        assert visible is not None
+        assert placed is not None
+        for row, n in enumerate(lengths):
+            tokens = sorted(int(t) - 100 * row for t in k[row, 0, visible[row], 0])
+            assert tokens == list(range(max(0, n + 1 - seen), n + 1))
+            assert sorted(t for t in placed[row].tolist() if t >= 0) == tokens
+    positions = view.new_positions(1)
+    assert positions is not None
+    assert positions[:, 0].tolist() == lengths
+    view.advance(1)
+    assert view.starts == [1, 3, 10]
 
 
-def test_what_cannot_be_taken_back_is_refused() -> None:
-    cache = KVCache(plain(layers=1, windows=(4,)), batch=1, positions=100)
-    for _ in range(60):
-        cache.append(0, noise(1, 4, 1, 3), noise(1, 4, 1, 3))
-        cache.advance(1)
-    for length in (5, 61):
-        with pytest.raises(ValueError, match=f"cannot go back to {length}"):
-            cache.rewind(length)
+def test_a_row_can_go_back_as_far_as_its_windows_have_keys() -> None:
+    cache = KVCache(plain(layers=2, windows=(4, 0)), batch=1, positions=100, slack=5)
+    for read in range(60):
+        for length in range(read + 1):
+            first = max(0, read + 1 - 9)  # 9 slots, of which the next token takes one
+            assert cache.can_rewind(length, read) == (max(0, length - 3) >= first)
+    assert not cache.can_rewind(5, 4)
 
 
-def test_a_full_cache_says_so() -> None:
+def test_unequal_rows_take_one_token_at_a_time() -> None:
+    cache = KVCache(plain(), batch=2, positions=9).select([0, 1], [1, 3])
+    with pytest.raises(ValueError, match="one token at a time"):
+        cache.append(0, noise(2, 4, 2, 3), noise(2, 4, 2, 3))
+
+
+def test_a_full_cache_is_refused_by_its_size() -> None:
     for windows in ((), (2,)):
         cache = KVCache(plain(windows=windows), batch=1, positions=4)
         with pytest.raises(ValueError, match="room for 4 positions, not 5"):
             cache.append(0, noise(1, 4, 5, 3), noise(1, 4, 5, 3))
 
 
-def test_what_an_encoder_read_is_made_once_a_layer_and_outlives_the_context() -> None:
+def test_keys_of_the_encoder_are_computed_once_per_layer() -> None:
     cache = KVCache(plain(), batch=1, positions=4)
     made = list[int]()
 
@@ -143,7 +165,7 @@ def test_what_an_encoder_read_is_made_once_a_layer_and_outlives_the_context() ->
         return noise(1, 4, 6, 3, seed=layer), noise(1, 4, 6, 3, seed=-layer)
 
     first = [cache.cross_kv(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
-    cache.clear()
+    cache.restart([3])
     again = [cache.cross_kv(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
     assert made == [0, 1]
     assert all(
@@ -163,7 +185,7 @@ def entries(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shelves() -> list[tuple[Store, float]]:
+def stores() -> list[tuple[Store, float]]:
     """Each kind, with the relative error that its bits allow."""
     work = torch.empty(ROOM)
     return [
@@ -175,21 +197,36 @@ def shelves() -> list[tuple[Store, float]]:
 
 @pytest.mark.parametrize("which", range(3))
 def test_what_is_written_is_read_to_within_its_bits(which: int) -> None:
-    store, error = shelves()[which]
+    store, error = stores()[which]
     x = entries(2, 3, 4, 5)
-    store.write(2, x)
-    back = store.read(2, 6)
+    store.write(slice(0, 2), slice(2, 6), x)
+    back = store.read(slice(0, 2), 2, 6)
     assert back.dtype == torch.float32
     assert bool(((back - x).abs() <= error * x.abs().amax(-1, keepdim=True) * 1.0001).all())
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_what_slides_to_the_front_is_the_same(which: int) -> None:
-    store, _ = shelves()[which]
-    store.write(0, entries(2, 3, 7, 5))
-    before = store.read(1, 6).clone()
-    store.slide(1, 6)  # onto itself: the places overlap
-    assert torch.equal(store.read(0, 5), before)
+def test_a_token_of_each_row_goes_to_a_slot_of_its_own(which: int) -> None:
+    store, error = stores()[which]
+    x = entries(2, 3, 1, 5)
+    store.write(slice(0, 2), torch.tensor([4, 1]), x)
+    for row, slot in enumerate((4, 1)):
+        back = store.read(torch.tensor([row]), slot, slot + 1)[0]
+        assert bool(((back - x[row]).abs() <= error * x[row].abs().amax() * 1.0001).all())
+        others = [store.read(torch.tensor([row]), at, at + 1) for at in range(7) if at != slot]
+        assert not any(bool(one.any()) for one in others)
+
+
+def test_values_for_the_kernel_have_their_slots_along_memory() -> None:
+    work = torch.empty(ROOM)
+    usual = Int8Store(ROOM, device="cpu", work=work)
+    other = Int8Store(ROOM, device="cpu", work=work.clone(), slots_last=16)
+    x = entries(2, 3, 7, 5)
+    for store in (usual, other):
+        store.write(slice(0, 2), slice(0, 7), x)
+    assert torch.equal(usual.read(slice(0, 2), 0, 7), other.read(slice(0, 2), 0, 7))
+    assert other.memory.shape == (2, 3, 5, 16)
+    assert torch.equal(other.memory[..., :7], usual.memory.mT)
 
 
 def test_normal_numbers_lose_two_thirds_of_a_percent_in_int8() -> None:
@@ -214,5 +251,5 @@ def test_no_size_of_entry_gives_nan(x: float) -> None:
 
 def test_int8_and_half_precision_count_their_bytes() -> None:
     elements = ROOM.B * ROOM.G * ROOM.R * ROOM.D
-    sizes = [store.bytes for store, _ in shelves()]
+    sizes = [store.bytes for store, _ in stores()]
     assert sizes == [4 * elements, 2 * elements, elements + 4 * elements // ROOM.D]

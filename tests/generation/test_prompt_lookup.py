@@ -1,7 +1,6 @@
 """fenchel/generation/prompt_lookup.py and its use: guessing ahead changes nothing but the time."""
 
 from collections.abc import Callable
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -11,16 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fenchel.generation import PromptLookup, Sampling, generate
+from fenchel.generation import Decoder, PromptLookup, RowSampling, Sampling, generate, scheduler
 from fenchel.generation.prompt_lookup import LONGEST, LONGEST_PAUSE, PAUSE, DraftControl
-from fenchel.generation.sampling import filter_probabilities
-from fenchel.generation.session import Session
 from fenchel.model import Transformer
+from tests.generation.test_sampling import filter_probabilities
 
 Build = Callable[..., Transformer]
-SAMPLING = import_module(
-    "fenchel.generation.sampling"
-)  # whose name the package gives to a function
 
 
 def slowly(ids: list[int], most: int) -> list[int]:
@@ -63,18 +58,31 @@ def test_the_text_is_that_of_decoding_one_by_one(
     assert torch.equal(one, ahead)
 
 
-def test_guesses_save_calls_of_the_model(lively: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read, sizes = lively(vocabulary=5, context=64), Session.forward, list[int]()
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens every pass reads."""
+    sizes: list[int] = []
+    read, step = Decoder.read, Decoder.step
 
-    def count(reader: Session, ids_BT: Tensor, **settings: Any) -> Tensor:
-        sizes.append(ids_BT.shape[1])
-        return read(reader, ids_BT, **settings)
+    def counted_read(decoder: Decoder, rows: Any, parts: Any, **keywords: Any) -> Tensor:
+        sizes.append(len(parts[0]))
+        return read(decoder, rows, parts, **keywords)
 
-    monkeypatch.setattr(Session, "forward", count)
+    def counted_step(decoder: Decoder, *observe: Any) -> Tensor:
+        sizes.append(1)
+        return step(decoder, *observe)
+
+    monkeypatch.setattr(Decoder, "read", counted_read)
+    monkeypatch.setattr(Decoder, "step", counted_step)
+    return sizes
+
+
+def test_guesses_save_calls_of_the_model(lively: Build, widths: list[int]) -> None:
+    model = lively(vocabulary=5, context=64)
     drawn = generate(model, torch.tensor([[1, 2]]), max_new_tokens=40, temperature=0.0, draft=6)
     assert drawn.shape == (1, 42)
-    assert len(sizes) < 30  # a greedy model of few words soon repeats itself
-    assert max(sizes) <= 7
+    assert len(widths) < 30  # a greedy model of few words soon repeats itself
+    assert max(widths) <= 7
 
 
 class Script:
@@ -83,10 +91,12 @@ class Script:
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self.tokens, self.at, self.probability = tokens, 0, 1.0
 
-    def __call__(self, p_BV: Tensor, sampling: Sampling, _: torch.Generator | None) -> Tensor:
+    def __call__(self, logits: Tensor, settings: RowSampling, _: Tensor) -> Tensor:
         token = self.tokens[self.at]
         self.at += 1
-        self.probability *= float(filter_probabilities(p_BV, sampling)[0, token])
+        p = torch.softmax(logits / settings.temperature, -1)
+        sampling = Sampling(top_p=float(settings.top_p))
+        self.probability *= float(filter_probabilities(p, sampling)[0, token])
         return torch.tensor([token])
 
 
@@ -112,7 +122,7 @@ def test_over_all_branches_the_distribution_is_the_models(
     total = 0.0
     for tokens in product(range(V), repeat=N):
         script = Script(tokens)
-        monkeypatch.setattr(SAMPLING, "draw", script)
+        monkeypatch.setattr(scheduler, "draw", script)
         drawn = generate(model, ids, max_new_tokens=N, temperature=0.8, top_p=0.97, draft=3)
         assert drawn[0, 4:].tolist() == list(tokens)
         expected = chain(model, ids, tokens)
@@ -148,22 +158,11 @@ def test_drafts_that_are_not_accepted_pause_ever_longer(draft: int) -> None:
         control.record(draft)
 
 
-def test_a_text_that_does_not_repeat_is_read_one_by_one(
-    lively: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_does_not_repeat_is_read_one_by_one(lively: Build, widths: list[int]) -> None:
     """Random tokens of a small vocabulary: every end has a match, and almost none is right."""
-    widths: list[int] = []
-    forward = Session.forward
-
-    def counted(session: Session, ids: Tensor, *, last: bool = True) -> Tensor:
-        widths.append(ids.shape[1])
-        return forward(session, ids, last=last)
-
-    monkeypatch.setattr(Session, "forward", counted)
     model = lively(vocabulary=60, context=256)
     ids = torch.randint(60, (1, 40), generator=torch.Generator().manual_seed(0))
-    settings: dict[str, Any] = {"max_new_tokens": 200, "temperature": 50.0}
-    drawn = generate(model, ids, draft=6, generator=torch.Generator().manual_seed(1), **settings)
+    drawn = generate(model, ids, max_new_tokens=200, temperature=50.0, draft=6, seed=1)
     assert drawn.shape == (1, 240)
     guesses = sum(width > 1 for width in widths[1:])
     assert guesses < 12  # without a control, more than 150

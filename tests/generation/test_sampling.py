@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -17,18 +18,38 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from fenchel.generation import Penalties, Sampling, log_probabilities, sample
+from fenchel.generation import Penalties, RowSampling, Sampling, draw, log_probabilities
 from fenchel.generation.sampling import (
+    DEFAULTS,
     MOST_BIASED,
     MOST_LOGPROBS,
-    RowSampling,
     apply_repetition_penalty,
-    draw,
-    draw_rows,
     exponentials,
-    filter_probabilities,
-    sample_or_mark,
+    random_words,
+    resolve_sampling,
 )
+
+
+def filter_probabilities(p_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities after top-k, top-p and min-p by sorting, renormalised: (B, V) -> (B, V)."""
+    ordered, order = p_BV.sort(dim=-1, descending=True, stable=True)  # of equals, the first ids
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if sampling.top_k is not None:
+        keep[:, sampling.top_k :] = False
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        reached = (ordered * keep).cumsum(-1, dtype=torch.float64)
+        top_p = float(torch.tensor(sampling.top_p))  # settings of rows are in float32
+        keep[:, 1:] &= reached[:, :-1] < top_p * reached[:, -1:]
+    if sampling.min_p is not None:
+        keep &= ordered >= sampling.min_p * ordered[:, :1]
+    cut = torch.zeros_like(p_BV).scatter(-1, order, ordered * keep)
+    return cut / cut.sum(-1, keepdim=True)
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, seed: int = 0, n: int = 0) -> Tensor:
+    """A token per row, each by a seed of its own."""
+    rows = RowSampling.of([(sampling, seed + row) for row in range(len(logits_BV))])
+    return draw(logits_BV, rows, torch.full((len(logits_BV),), n))
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -42,8 +63,9 @@ def slowly(p: list[float], sampling: Sampling) -> set[int]:
         order = order[: sampling.top_k]
     if sampling.top_p is not None:
         total, reached, stay = sum(p[i] for i in order), 0.0, []
+        top_p = float(torch.tensor(sampling.top_p))
         for i in order:
-            if stay and reached >= sampling.top_p * total:
+            if stay and reached >= top_p * total:
                 break
             stay.append(i)
             reached += p[i]
@@ -80,9 +102,8 @@ def test_temperature_0_takes_the_largest() -> None:
 
 def test_a_high_temperature_flattens_and_a_low_one_sharpens() -> None:
     logits = torch.tensor([[0.0, 1.0]]).expand(20_000, 2)
-    generator = torch.Generator().manual_seed(0)
     for temperature in (0.5, 1.0, 4.0):
-        drawn = sample(logits, Sampling(temperature=temperature), generator=generator)
+        drawn = sample(logits, Sampling(temperature=temperature))
         expected = torch.sigmoid(torch.tensor(1.0 / temperature)).item()
         assert drawn.double().mean().item() == pytest.approx(expected, abs=0.015)
 
@@ -112,7 +133,7 @@ def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
     for penalty, expected in ((1.0, [0, 0]), (1.2, [0, 0]), (1.4, [1, 1])):
         sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
         penalties = Penalties(sampling, seen.expand(2, 2))
-        assert sample(logits, sampling, penalties=penalties).tolist() == expected
+        assert sample(penalties.apply(logits), sampling).tolist() == expected
 
 
 def test_penalties_and_bias_are_those_of_the_formula_token_by_token() -> None:
@@ -195,11 +216,13 @@ ROWS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     ids=str,
 )
 def test_the_draw_is_that_of_the_sorted_distribution(rows: str, restricted: dict[str, Any]) -> None:
-    p, sampling = torch.softmax(ROWS[rows](seeded(1)), -1), Sampling(**restricted)
-    kept = filter_probabilities(p, sampling)
+    z, sampling = ROWS[rows](seeded(1)), Sampling(**restricted)
+    w = (z - z.amax(-1, keepdim=True)).exp()  # exact where all are equal
+    kept = filter_probabilities(w, sampling)
     for seed in range(8):
-        expected = (kept / exponentials(p, seeded(seed))).argmax(-1)
-        assert torch.equal(draw(p, sampling, seeded(seed)), expected)
+        n = torch.full((len(z),), 3)
+        e = exponentials(torch.arange(seed, seed + len(z)), n, z.shape[1])
+        assert torch.equal(sample(z, sampling, seed, 3), (kept / e).argmax(-1))
 
 
 @settings(max_examples=100)
@@ -217,29 +240,44 @@ def test_a_draw_among_ties_is_that_of_the_tokens_that_stay(
     p = torch.tensor([levels]).exp2()
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     stay = slowly(p[0].tolist(), sampling)
-    e = exponentials(p, seeded(seed))[0]
-    expected = max(stay, key=lambda i: float(p[0, i] / e[i]))
-    assert draw(p, sampling, seeded(seed)).tolist() == [expected]
+    e = exponentials(torch.tensor([seed]), torch.tensor([0]), len(levels))[0]
+    w = (p[0] / p.max()).tolist()
+    expected = max(stay, key=lambda i: w[i] / float(e[i]))
+    assert sample(p.log(), sampling, seed).tolist() == [expected]
 
 
-def test_a_row_draws_by_its_own_logits_and_generator_alone() -> None:
-    logits, chosen = 3 * torch.randn(6, 900, generator=seeded(0)), Sampling(top_p=0.8, top_k=300)
-    together = [seeded(row) for row in range(6)]
-    alone = [seeded(row) for row in range(6)]
-    for _ in range(5):
-        expected = [
-            sample(row, chosen, generator=own).item()
-            for row, own in zip(logits.split(1), alone, strict=True)
-        ]
-        assert sample(logits, chosen, generator=together).tolist() == expected
+def test_random_words_are_those_of_splitmix64() -> None:
+    """Against whole numbers of Python."""
+    word, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & word
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & word
+        return x ^ (x >> 31)
+
+    for seed, n, V in ((5, 7, 9), (-3, 100, 8), (2**63 - 1, 12345, 33), (0, 0, 1)):
+        state = mix(mix(seed + golden & word) + n * golden & word)
+        pairs = [mix(state + (i + 1) * golden & word) for i in range(V)]
+        halves = [half for x in pairs for half in (x & 0xFFFFFFFF, x >> 32)][:V]
+        found = random_words(torch.tensor([seed]), torch.tensor([n]), V)[0]
+        assert [x & 0xFFFFFFFF for x in found.tolist()] == halves
 
 
-def test_exponential_variables_are_minus_the_logarithm_of_uniform_ones() -> None:
-    e = exponentials(torch.empty(40, 500), seeded(7))
-    u = torch.empty(40, 500, dtype=torch.float64).uniform_(generator=seeded(7))
-    assert torch.equal(e, -torch.log1p(-u).float())
+def test_exponential_variables_have_their_distribution() -> None:
+    e = exponentials(torch.arange(40), torch.arange(40), 500)
+    assert bool((e > 0).all())
     assert e.mean().item() == pytest.approx(1.0, abs=0.03)
     assert (e > 1.0).double().mean().item() == pytest.approx(math.exp(-1.0), abs=0.015)
+
+
+def test_neighbouring_seeds_positions_and_tokens_are_not_correlated() -> None:
+    """Correlations of 40,000 pairs are below five standard deviations."""
+    e = exponentials(torch.arange(200).repeat_interleave(4), torch.arange(4).repeat(200), 50)
+    x = e.view(200, 4, 50).clamp(max=5.0)
+    x = (x - x.mean()) / x.std()
+    pairs = [(x[1:], x[:-1]), (x[:, 1:], x[:, :-1]), (x[..., 1:], x[..., :-1])]
+    for one, other in pairs:
+        assert abs((one * other).mean().item()) < 5 / one.numel() ** 0.5
 
 
 def test_log_probabilities_are_those_of_the_raw_logits() -> None:
@@ -271,9 +309,7 @@ def test_log_probabilities_have_a_limit_and_may_be_of_the_token_alone() -> None:
 def test_a_row_that_is_not_finite_is_marked(temperature: float) -> None:
     logits = torch.tensor([[0.0, 9e9, 0.0], [0.0, torch.nan, 0.0], [torch.inf, 0.0, 0.0]])
     chosen = Sampling(temperature=temperature, top_p=0.9)
-    assert sample_or_mark(logits, chosen).tolist() == [1, -1, -1]
-    with pytest.raises(ValueError, match="not finite"):
-        sample(logits, chosen)
+    assert sample(logits, chosen).tolist() == [1, -1, -1]
 
 
 def test_rows_draw_from_their_restricted_distributions() -> None:
@@ -288,7 +324,7 @@ def test_rows_draw_from_their_restricted_distributions() -> None:
         Sampling(min_p=0.3),
     ):
         rows = RowSampling.of([(sampling, seed) for seed in range(N)])
-        token_N = draw_rows(z.expand(N, -1), rows, torch.full((N,), 9))
+        token_N = draw(z.expand(N, -1), rows, torch.full((N,), 9))
         p = filter_probabilities((z / sampling.temperature).softmax(-1)[None], sampling)[0]
         frequency = token_N.bincount(minlength=len(z)) / N
         assert bool((frequency[p == 0] == 0).all())
@@ -298,6 +334,17 @@ def test_rows_draw_from_their_restricted_distributions() -> None:
 def test_a_row_draws_by_its_seed_and_number() -> None:
     z = torch.zeros(4, 1000)
     rows = RowSampling.of([(Sampling(), seed) for seed in (5, 5, 6, 5)])
-    a, b, c, d = draw_rows(z, rows, torch.tensor([1, 1, 1, 2])).tolist()
+    a, b, c, d = draw(z, rows, torch.tensor([1, 1, 1, 2])).tolist()
     assert a == b
     assert len({a, c, d}) == 3
+
+
+def test_given_settings_come_before_those_of_a_checkpoint_and_these_before_the_defaults() -> None:
+    sampled = Sampling(temperature=0.5, top_k=4, repetition_penalty=1.2)
+    sampling, theirs = resolve_sampling(sampled, {"top_k": 9})
+    assert sampling == Sampling(temperature=0.5, top_k=9, repetition_penalty=1.2)
+    assert theirs == {"temperature": 0.5, "top_p": None, "repetition_penalty": 1.2}
+    greedy = Sampling(temperature=0.0, top_k=4, presence_penalty=0.5)
+    assert resolve_sampling(greedy, {})[0] == Sampling(
+        temperature=DEFAULTS.temperature, top_p=DEFAULTS.top_p, presence_penalty=0.5
+    )

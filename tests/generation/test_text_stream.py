@@ -146,7 +146,7 @@ def test_no_more_is_held_back_than_may_be_a_stop() -> None:
     assert strings.flush() == "#"
 
 
-def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: TextTokenizer) -> None:
+def test_a_stop_split_over_tokens_is_found_and_left_out(tokenizer: TextTokenizer) -> None:
     telling = TextStream(tokenizer, ["shells, the"])
     pieces = []
     for token in tokenizer.encode("größer sea shells, the shore"):

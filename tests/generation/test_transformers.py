@@ -147,7 +147,7 @@ def words(theirs: Any, ids: Tensor, present: Tensor, count: int, **settings: Any
 
 @pytest.mark.parametrize("cache", ["model", "float16"])
 @pytest.mark.parametrize("draft", [0, 5])
-def test_greedy_words_are_theirs_with_every_cache(
+def test_greedy_tokens_are_theirs_with_every_cache(
     cache: Any, draft: int, pair: tuple[Any, Transformer], prompts: Callable[..., Tensor]
 ) -> None:
     theirs, ours = pair
@@ -158,7 +158,7 @@ def test_greedy_words_are_theirs_with_every_cache(
     assert len(set(expected[0].tolist())) > 3  # not one word for ever
 
 
-def test_unequal_prompts_and_a_penalty_give_their_words(
+def test_unequal_prompts_and_a_penalty_give_their_tokens(
     pair: tuple[Any, Transformer], prompts: Callable[..., Tensor]
 ) -> None:
     theirs, ours = pair

@@ -1,5 +1,5 @@
-"""kernels/decode_attention.py against rotate and attend in float64, with the slots and the padding
-of generation/cuda_graph.py.
+"""kernels/decode_attention.py against rotate and attend in float64, with the slots of
+generation/kv_cache.py.
 """
 
 from typing import Any, NamedTuple
@@ -12,12 +12,11 @@ from torch import Tensor
 from fenchel.attention import Angles, Dense, angles, attend
 from fenchel.attention.rotary import rotate
 from fenchel.choice import Choice, Entmax, Softmax
-from fenchel.generation.cuda_graph import WIDEST_HEAD
+from fenchel.generation.fused_step import WIDEST_HEAD
 from fenchel.generation.kv_cache import quantise_int8
 from fenchel.kernels import decode_attention
 from fenchel.kernels.decode_attention import (
     CacheTensors,
-    DecodePosition,
     attend_decode,
     padded_slots,
     split_count,
@@ -27,14 +26,14 @@ B = 3
 SCALE = 0.7
 SMALLEST_PAGE = {"cpu": 4, "cuda": 16}
 """Slots per page: tl.dot adds over 16 at least, which the interpreter does not require."""
-PLACES: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [
-    (40, (0,), (0, 0, 0)),  # the first token attends to itself alone
-    (40, (21,), (0, 0, 0)),
-    (40, (39,), (7, 0, 38)),  # to the last slot, and a sequence that has only just begun
-    (10, (25,), (0, 0, 0)),  # a window that has gone round twice
-    (10, (9,), (0, 0, 0)),
-    (77, (76, 0, 33), (0, 0, 0)),  # a number of tokens per row
-    (40, (12,), (0, 13, 12)),  # the second row has no token
+NUMBERS: list[tuple[int, tuple[int, int, int]]] = [
+    (40, (0, 0, 0)),  # the first token attends to itself alone
+    (40, (21, 21, 21)),
+    (40, (32, 39, 1)),  # to the last slot, and a sequence that has only just begun
+    (10, (25, 25, 25)),  # a window that has gone round twice
+    (10, (9, 9, 9)),
+    (77, (76, 0, 33)),
+    (40, (12, -1, 0)),  # the second row has no token
 ]
 
 
@@ -47,7 +46,7 @@ class Case(NamedTuple):
 
     qkv: Tensor
     cached: tuple[Tensor, Tensor]
-    position: DecodePosition
+    token: Tensor
     rotation: Angles | None
     wanted: Tensor
     newest: tuple[Tensor, Tensor]
@@ -55,8 +54,7 @@ class Case(NamedTuple):
 
 def case(
     R: int,
-    numbers: tuple[int, ...],
-    padding: tuple[int, ...],
+    numbers: tuple[int, int, int],
     *,
     heads: tuple[int, int] = (6, 2),
     D: int = 8,
@@ -73,22 +71,21 @@ def case(
     cached = (torch.full((B, G, R, D), 9.0), torch.full((B, G, R, D), 9.0))
     wanted, newest = torch.zeros(B, H * D), (torch.zeros(B, G, D), torch.zeros(B, G, D))
     for b in range(B):
-        n = numbers[b % len(numbers)]
+        n = numbers[b]
+        if n < 0:
+            continue
         q, k, v = qkv[b].view(1, H + 2 * G, 1, D).split([H, G, G], 1)
-        if rotation is not None and n >= padding[b]:
-            here = Angles(*(t[n - padding[b]] for t in rotation))
+        if rotation is not None:
+            here = Angles(*(t[n] for t in rotation))
             q, k = rotate(q, here), rotate(k, here)
         # Tokens 0 to n in order, and the same in their slots; arbitrary numbers elsewhere.
         keys, values = (draw(1, G, n + 1, D, seed=s + 3 * b) for s in (1, 2))
         keys[:, :, n:], values[:, :, n:] = k, v
-        present = torch.arange(min(n, max(0, n + 1 - R, padding[b])), n)
+        present = torch.arange(max(0, n + 1 - R), n)
         for cache, source, new in zip(cached, (keys, values), newest, strict=True):
-            cache[b, :, R - 1 - present % R] = source[0, :, present]
+            cache[b, :, present % R] = source[0, :, present]
             new[b] = source[0, :, n]
-        if n < padding[b]:
-            continue
-        token = torch.arange(n + 1)
-        forbidden = (token < padding[b]) | (token <= n - R)
+        forbidden = torch.arange(n + 1) <= n - R
         log_prior = torch.zeros(1, 1, 1, n + 1).masked_fill(forbidden, -torch.inf).double()
         if round_to is not None:
             keys, values = round_to(keys), round_to(values)
@@ -102,8 +99,7 @@ def case(
             backend="reference",
         )
         wanted[b] = o.reshape(H * D)
-    position = DecodePosition(torch.tensor(numbers), torch.tensor(padding))
-    return Case(qkv, cached, position, rotation, wanted, newest)
+    return Case(qkv, cached, torch.tensor(numbers), rotation, wanted, newest)
 
 
 def run(
@@ -118,23 +114,19 @@ def run(
         padding = padded_slots(v.shape[2]) - v.shape[2]
         v = torch.nn.functional.pad(v.transpose(2, 3), (0, padding), value=99)
         cache = CacheTensors(*(x.to(device) for x in (k, v, ks.squeeze(-1), vs.squeeze(-1))))
-    position = DecodePosition(*(x.to(device) for x in case.position))
-    at = None
+    token, at = case.token.to(device), None
     if case.rotation is not None:
         at = (case.rotation.cos.to(dtype).to(device), case.rotation.sin.to(dtype).to(device))
-    attend_decode(
-        case.qkv.to(dtype).to(device), cache, position, o, angles=at, scale=SCALE, **options
-    )
+    attend_decode(case.qkv.to(dtype).to(device), cache, token, o, angles=at, scale=SCALE, **options)
     return o.float().cpu(), cache
 
 
 @pytest.mark.parametrize(("D", "rotates"), [(8, True), (6, False)], ids=["rotary", "no rotary"])
 @pytest.mark.parametrize("splits", [None, 2], ids=["per head", "split"])
-@pytest.mark.parametrize(("R", "numbers", "padding"), PLACES)
+@pytest.mark.parametrize(("R", "numbers"), NUMBERS)
 def test_a_query_attends_to_every_present_token(
     R: int,
-    numbers: tuple[int, ...],
-    padding: tuple[int, ...],
+    numbers: tuple[int, int, int],
     splits: int | None,
     rotates: bool,
     D: int,
@@ -143,21 +135,20 @@ def test_a_query_attends_to_every_present_token(
 ) -> None:
     for name in ("SLOTS", "PAGE", "MULTIPLE"):
         monkeypatch.setattr(decode_attention, name, 16)  # several blocks of so few slots
-    drawn = case(R, numbers, padding, heads=(4, 2), D=D, rotates=rotates)
+    drawn = case(R, numbers, heads=(4, 2), D=D, rotates=rotates)
     o, cache = run(drawn, device, splits=splits)
     torch.testing.assert_close(o, drawn.wanted, atol=1e-5, rtol=1e-5)
     for after, before, new in zip(cache, drawn.cached, drawn.newest, strict=False):
         assert after is not None
-        for b in range(B):
-            n = numbers[b % len(numbers)]
-            if n >= padding[b]:  # the newest is stored, and nothing else
-                before[b, :, R - 1 - n % R] = new[b]
+        for b, n in enumerate(numbers):
+            if n >= 0:  # the newest is stored, and nothing else
+                before[b, :, n % R] = new[b]
         torch.testing.assert_close(after.cpu(), before)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0, 1.3])
 @pytest.mark.parametrize(
-    ("heads", "splits", "position"),
+    ("heads", "splits", "case_number"),
     [((2, 2), 1, 2), ((4, 2), 3, 5), ((3, 1), 2, 3), ((2, 1), 2, 6)],
     ids=["MHA", "GQA", "window", "a row without a token"],
 )
@@ -165,27 +156,27 @@ def test_every_map_and_ratio_of_heads(
     alpha: float,
     heads: tuple[int, int],
     splits: int,
-    position: int,
+    case_number: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_attention, "PAGE", SMALLEST_PAGE[device])
     monkeypatch.setattr(decode_attention, "CHUNK", 8)
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
-    drawn = case(*PLACES[position], heads=heads, choice=choice, size=2.0)
+    drawn = case(*NUMBERS[case_number], heads=heads, choice=choice, size=2.0)
     o, _ = run(drawn, device, alpha=alpha, splits=splits)
     torch.testing.assert_close(o, drawn.wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_more_queries_than_the_rows_of_a_tile(device: str) -> None:
-    drawn = case(40, (39,), (0, 7, 38), heads=(20, 1))
+    drawn = case(40, (39, 32, 1), heads=(20, 1))
     o, _ = run(drawn, device, splits=1)
     torch.testing.assert_close(o, drawn.wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 def test_the_number_of_splits_changes_rounding_alone(alpha: float, device: str) -> None:
-    drawn = case(250, (249, 101, 3), (0, 0, 0), heads=(1, 1))
+    drawn = case(250, (249, 101, 3), heads=(1, 1))
     results = [run(drawn, device, alpha=alpha, splits=splits)[0] for splits in (1, 2, 7)]
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=2e-6, rtol=2e-6)
@@ -215,7 +206,7 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
 
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
     drawn = case(
-        150, (149, 0, 40), (0, 0, 0), heads=heads, D=D, choice=choice, rotates=False,
+        150, (149, 0, 40), heads=heads, D=D, choice=choice, rotates=False,
         round_to=rounded,
     )  # fmt: skip
     drawn = drawn._replace(cached=tuple(x.to(dtype).float() for x in drawn.cached))
@@ -228,26 +219,22 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
         for stored, scales, new in zip(entries, cache[2:], drawn.newest, strict=True):
             n, s = quantise_int8(new.to(dtype))
             assert scales is not None
-            for b, slot in enumerate((0, 149, 109)):  # the newest is stored as the cache stores it
+            for b, slot in enumerate((149, 0, 40)):  # the newest is stored as the cache stores it
                 assert torch.equal(stored[b, :, slot].cpu(), n[b])
                 torch.testing.assert_close(scales[b, :, slot].cpu(), s[b, :, 0], rtol=0, atol=0)
 
 
 def test_the_largest_products_of_bytes_are_exact(device: str) -> None:
     """Every byte of queries and keys is 127: sums of 127^2 D, at the widest head."""
-    D, R, position = (
-        WIDEST_HEAD,
-        40,
-        DecodePosition(torch.tensor([39]), torch.zeros(B, dtype=torch.long)),
-    )
-    sizes = torch.linspace(0.5, 1.5, R)  # of the keys; the newest, of size 0.5, is in slot 0
+    D, R, token = WIDEST_HEAD, 40, torch.full((B,), 39)
+    sizes = torch.linspace(1.5, 0.5, R)  # of the keys; the newest, of size 0.5, is in the last slot
     keys = sizes.view(1, 1, R, 1).expand(B, 1, R, D).contiguous()
     values, query = draw(B, 1, R, D), 4.0 / (SCALE * D)
     qkv = torch.full((B, 3 * D), query)
-    qkv[:, D : 2 * D], qkv[:, 2 * D :] = 0.5, values[:, 0, 0]
+    qkv[:, D : 2 * D], qkv[:, 2 * D :] = 0.5, values[:, 0, -1]
     n, s = quantise_int8(values)
     wanted = (4.0 * sizes).double().softmax(0) @ (n.double() * s)[:, 0]
-    drawn = Case(qkv, (keys, values), position, None, wanted, (keys, values))
+    drawn = Case(qkv, (keys, values), token, None, wanted, (keys, values))
     o, _ = run(drawn, device, int8=True, splits=1)
     torch.testing.assert_close(o.double(), wanted, rtol=1e-3, atol=1e-3)
 
@@ -256,7 +243,7 @@ def test_the_largest_products_of_bytes_are_exact(device: str) -> None:
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 def test_half_precision_rounds_and_no_more(alpha: float, dtype: torch.dtype, device: str) -> None:
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
-    drawn = case(150, (149, 0, 40), (0, 0, 0), heads=(3, 1), D=16, choice=choice)
+    drawn = case(150, (149, 0, 40), heads=(3, 1), D=16, choice=choice)
     o, _ = run(drawn, device, dtype, alpha=alpha, splits=2)
     error = float((o - drawn.wanted).norm() / drawn.wanted.norm())
     assert error < {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
@@ -264,7 +251,7 @@ def test_half_precision_rounds_and_no_more(alpha: float, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("splits", [None, 2])
 def test_large_scores_do_no_harm(splits: int | None, device: str) -> None:
-    drawn = case(20, (11,), (0, 0, 0), size=100.0, rotates=False)
+    drawn = case(20, (11, 11, 11), size=100.0, rotates=False)
     o, _ = run(drawn, device, splits=splits)
     torch.testing.assert_close(o, drawn.wanted, atol=1e-4, rtol=1e-4)
 
@@ -278,15 +265,15 @@ def test_thresholds_of_equal_close_and_distant_scores(
     monkeypatch.setattr(decode_attention, "PAGE", SMALLEST_PAGE[device])
     R = D = 64
     qkv = draw(1, 3 * D) * torch.cat((torch.full((D,), size), torch.ones(2 * D)))
-    keys, values = draw(1, 1, R, D, seed=1), torch.eye(D).flip(0).view(1, 1, R, D).clone()
-    qkv[:, 2 * D :] = values[0, 0, 0]  # the newest, in slot 0
-    keys[0, 0, 0] = qkv[0, D : 2 * D]
+    keys, values = draw(1, 1, R, D, seed=1), torch.eye(D).view(1, 1, R, D).clone()
+    qkv[:, 2 * D :] = values[0, 0, -1]  # the newest, in the last slot
+    keys[0, 0, -1] = qkv[0, D : 2 * D]
     z = keys[0, 0].double() @ qkv[0, :D].double() * 0.5
-    wanted = entmax.entmax_bisect(z, alpha=alpha, n_iter=100).flip(0)
+    wanted = entmax.entmax_bisect(z, alpha=alpha, n_iter=100)
     o = torch.empty(1, D, device=device)
-    position = DecodePosition(torch.tensor([R - 1]).to(device), torch.tensor([0]).to(device))
+    token = torch.tensor([R - 1], device=device)
     cache = CacheTensors(keys.to(device), values.to(device))
-    attend_decode(qkv.to(device), cache, position, o, angles=None, scale=0.5, alpha=alpha, splits=1)
+    attend_decode(qkv.to(device), cache, token, o, angles=None, scale=0.5, alpha=alpha, splits=1)
     tolerance = 1e-5 if size < 1e3 else 0.02  # scores of 1e4 are themselves rounded by 1e-3
     torch.testing.assert_close(o[0].double().cpu(), wanted, atol=tolerance, rtol=tolerance)
 

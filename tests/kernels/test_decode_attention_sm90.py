@@ -5,7 +5,7 @@ import pytest
 from tests.kernels.sm90 import SHARED_MEMORY, compiled
 
 CODE = """
-from fenchel.kernels.decode_attention import CacheTensors, DecodePosition, attend_decode
+from fenchel.kernels.decode_attention import CacheTensors, attend_decode
 
 B, H, G, R = 8, 64, 8, 32768
 
@@ -17,11 +17,10 @@ def attend(D, cache, alpha):
     if cache == torch.int8:
         stored[1] = new(B, G, D, R, dtype=cache)
         scales = [new(B, G, R, dtype=torch.float32) for _ in "kv"]
-    position = DecodePosition(new(1, dtype=torch.int64), new(B, dtype=torch.int64))
     angles = new(R, D), new(R, D)
     attend_decode(
-        new(B, (H + 2 * G) * D), CacheTensors(*stored, *scales), position, new(B, H * D),
-        angles=angles, scale=0.1, alpha=alpha,
+        new(B, (H + 2 * G) * D), CacheTensors(*stored, *scales), new(B, dtype=torch.int64),
+        new(B, H * D), angles=angles, scale=0.1, alpha=alpha,
     )
 
 """

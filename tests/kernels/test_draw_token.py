@@ -1,11 +1,11 @@
-"""fenchel/kernels/draw_token.py against ``draw_rows``, token by token."""
+"""fenchel/kernels/draw_token.py against ``draw``, token by token."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from fenchel.generation import Sampling
-from fenchel.generation.sampling import RowSampling, draw_rows
+from fenchel.generation.sampling import RowSampling, draw
 from fenchel.kernels import draw_token
 from fenchel.kernels.draw_token import draw_token as kernel
 from tests.kernels.sm90 import compiled
@@ -27,10 +27,12 @@ SETTINGS = [
 def both(z: Tensor, settings: list[Sampling], n: list[int], device: str) -> tuple[Tensor, Tensor]:
     """(token, marked) of the kernel, after a check that torch's operations draw the same."""
     rows = RowSampling.of([(s, (-1) ** i * (i + 3) * 2**37) for i, s in enumerate(settings)])
-    wanted = draw_rows(z, rows, torch.tensor(n))
+    wanted = draw(z, rows, torch.tensor(n))
     token, marked = (torch.full((len(z),), 99, device=device) for _ in "tm")
     there = tuple(x.to(device) for x in rows)
-    kernel(z.to(device), there, torch.tensor(n, device=device), token, marked)  # type: ignore[arg-type]
+    left = torch.tensor([b % 3 for b in range(len(n))], device=device)
+    number = torch.tensor(n, device=device) - left
+    kernel(z.to(device), there, number, left, token, marked)  # type: ignore[arg-type]
     assert torch.equal(marked.cpu(), wanted)
     return token.cpu(), marked.cpu()
 
@@ -79,7 +81,7 @@ from fenchel.kernels.draw_token import draw_token
 
 B, V = 128, 32000
 settings = *(torch.empty(B, device="meta") for _ in range(3)),
-numbers = [torch.empty(B, dtype=torch.int64, device="meta") for _ in range(5)]
+numbers = [torch.empty(B, dtype=torch.int64, device="meta") for _ in range(6)]
 z = torch.empty(B, V, dtype=torch.bfloat16, device="meta")
 draw_token(z, (*settings, *numbers[:2]), *numbers[2:])
 """

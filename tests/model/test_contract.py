@@ -157,23 +157,30 @@ def test_padding_on_either_side_changes_nothing(
 
 
 @every_decoder
-def test_padded_sequences_are_read_in_parts_too(build: Build, ids: Tensor, name: str) -> None:
-    """Row b begins with b empty slots; the cache holds them, and nobody looks."""
+def test_rows_of_unequal_lengths_are_read_in_parts_too(
+    build: Build, ids: Tensor, name: str
+) -> None:
+    """Row b begins b tokens later: it is one of several rows with lengths of their own."""
     model = build(**MODELS[name])
-    present = torch.arange(T) >= torch.arange(3)[:, None]
-    cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64)
+    cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64, slack=0)
     memory = source(model, ids)
     with torch.no_grad():
-        first = model(ids[:, :6], cache=cache, token_mask_BS=present[:, :6], **memory)
-        rest = [
-            model(ids[:, t : t + 1], cache=cache, token_mask_BS=present[:, : t + 1], **memory)
-            for t in range(6, T)
-        ]
-        parts = torch.cat([first, *rest], 1)
         for b in range(3):
             own = {key: value[b : b + 1] for key, value in memory.items()}
-            alone = model(ids[b : b + 1, b:], **own)[0]
-            torch.testing.assert_close(parts[b, b:], alone)
+            model(ids[b : b + 1, b:6], cache=cache.select([b], [0]), **own)
+        view = cache.select(slice(0, 3), [6, 5, 4])
+        parts = torch.cat([model(ids[:, t : t + 1], cache=view, **memory) for t in range(6, T)], 1)
+        for b in range(3):
+            own = {key: value[b : b + 1] for key, value in memory.items()}
+            alone = model(ids[b : b + 1, b:], **own)[0, 6 - b :]
+            torch.testing.assert_close(parts[b], alone)
+
+
+def test_a_cache_and_a_token_mask_exclude_each_other(build: Build, ids: Tensor) -> None:
+    model = build()
+    cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64)
+    with pytest.raises(ValueError, match="no token mask"):
+        model(ids, cache=cache, token_mask_BS=torch.ones_like(ids, dtype=torch.bool))
 
 
 @every_model

@@ -27,10 +27,10 @@ from transformers import LlamaModel
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.generation.continuous_batch import ContinuousBatch
+from fenchel.generation import Decoder
+from fenchel.generation.scheduler import Update
 from fenchel.server import app as app_module
 from fenchel.server.app import EventStream, Exchange
-from fenchel.server.engine import Update
 from fenchel.server.openai_api import Reply, completion_call
 from tests.server.conftest import ANSWERS, BEGIN, STOP, RunningServer, serving
 
@@ -478,14 +478,14 @@ def open_request(running: RunningServer, body: Any) -> socket.socket:
 @contextmanager
 def slow_steps(seconds: float) -> Iterator[None]:
     """Within, a step of any batch takes this long at least."""
-    step = ContinuousBatch.step
+    step = Decoder.step
 
-    def slow(batch: ContinuousBatch, *more: Any) -> Any:
+    def slow(batch: Decoder, *more: Any) -> Any:
         time.sleep(seconds)
         return step(batch, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContinuousBatch, "step", slow)
+        patch.setattr(Decoder, "step", slow)
         yield
 
 
@@ -580,7 +580,7 @@ def test_a_dead_worker_fails_its_requests_and_ends_the_server(
             stream = pool.submit(ask, doomed, "/v1/completions", ENDLESS | {"stream": True})
             until(lambda: doomed.engine.active == 2)
             time.sleep(0.3)  # the stream has begun
-            monkeypatch.setattr(ContinuousBatch, "fit", lambda _: 1 // 0)
+            monkeypatch.setattr(Decoder, "fit", lambda _: 1 // 0)
             status, body, _ = whole.result()
             _, events, _ = stream.result()
         assert status == 500

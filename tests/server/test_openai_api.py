@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fenchel.data import ChatTemplate, train_tokenizer
+from fenchel.generation.scheduler import Token, Update
 from fenchel.model import ModelConfig
-from fenchel.server.engine import Token, Update
 from fenchel.server.openai_api import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,

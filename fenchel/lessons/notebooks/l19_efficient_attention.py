@@ -596,18 +596,18 @@ def _():
             )
         _m = _model()
         _alone = _m(_ids[1:, :20])
-        _mask = torch.ones(2, 24, dtype=torch.bool)
-        _mask[1, :4] = False  # the second sequence has 20 tokens, four slots of padding on the left
-        _slots = torch.stack((_ids[0], torch.cat((_ids.new_zeros(4), _ids[1, :20]))))
         _cache = KVCache(_m.config, batch=2, positions=24, dtype=torch.float64)
-        _first = _m(_slots[:, :10], cache=_cache, token_mask_BS=_mask[:, :10])
-        _rest = _m(_slots[:, 10:], cache=_cache, token_mask_BS=_mask)
-        _gap = (torch.cat((_first, _rest), 1)[1, 4:] - _alone[0]).abs().max().item()
-        _rows.append({"model": "padding on the left", "largest difference": _gap})
+        for _row, _length in enumerate((12, 8)):  # two prompts of unequal lengths, then 12 tokens
+            _m(_ids[_row, None, :_length], cache=_cache.select([_row], [0]))
+        _both = _cache.select(slice(0, 2), [12, 8])
+        _pairs = torch.stack((_ids[0, 12:], _ids[1, 8:20]))
+        _rest = torch.cat([_m(x, cache=_both) for x in _pairs.split(1, 1)], 1)
+        _gap = (_rest[1] - _alone[0, 8:]).abs().max().item()
+        _rows.append({"model": "rows of unequal lengths", "largest difference": _gap})
         _m(_ids, observe=_watch)
         _cache = KVCache(_m.config, batch=2, positions=24, dtype=torch.float64)
         _m(_ids, cache=_cache)
-        _same = torch.equal(_cache.layers[0].keys.read(0, 24), _seen[0])
+        _same = torch.equal(_cache.layers[0].keys.read(slice(0, 2), 0, 24), _seen[0])
     mo.vstack(
         [
             table(_rows),
@@ -615,7 +615,7 @@ def _():
                 "EF-15",
                 "Positions must be right as well. Rotary keys are stored as they are used, after their "
                 "rotation; ALiBi counts distances from the end of the cache; a window stores its last "
-                "keys only; padding is masked and not counted. In each case reading in pieces equals "
+                "keys only; rows of a batch have lengths of their own. In each case reading in pieces equals "
                 "reading at once.",
                 _same and all(row["largest difference"] < 1e-12 for row in _rows),
             ),

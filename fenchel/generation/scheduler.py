@@ -1,0 +1,692 @@
+"""Requests that decode together: prompts in, tokens and text out.
+
+    submit -> waiting -> reading -> row of the decoder -> tokens, one per step -> finish
+
+``turn`` does a part of the work: it reads at most a chunk of tokens of prompts, in the order of
+their arrival, and makes one step of all sequences (generation/decoder.py), so that no sequence
+waits for more than one chunk. While less than half of the rows are taken it reads up to
+``IDLE_CHUNKS`` times as many, since steps of a few rows take nearly as long as those of many. Short
+prompts that fit into a chunk are read together. A request that needs no token after its prompt
+(scores of a text) never decodes. Whoever calls ``turn`` owns the model: ``generate`` in a loop, a
+server in a thread (server/engine.py).
+
+**Draws** depend on the request alone: on its settings, its seed and the position of the token
+(generation/sampling.py).
+
+**Ends.** A request ends at a stop id, before a stop string, after ``max_new_tokens``, or when the
+context is full; with ``past_context`` the newest half of the context is then read again instead.
+A logit that is not finite ends its own request with an error.
+
+**Drafts.** With ``draft`` the next tokens are guessed from earlier text and read along with the
+last one, and those after a wrong guess are removed again (generation/prompt_lookup.py). This is
+done while the request decodes alone: a step of several rows reads the weights once for all of them.
+A recorded step is faster than a pass over a guess.
+
+T tokens of a prompt or of a chunk of it, V vocabulary.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fenchel.data import AnyTokenizer
+from fenchel.generation.attention_trace import (
+    PassTrace,
+    TokenCalibration,
+    TokenTrace,
+    TracedRow,
+    TraceSettings,
+)
+from fenchel.generation.decoder import Decoder, LaunchedStep, Row
+from fenchel.generation.prompt_lookup import DraftControl, PromptLookup
+from fenchel.generation.sampling import (
+    MOST_LOGPROBS,
+    NOT_FINITE,
+    Penalties,
+    RowSampling,
+    Sampling,
+    draw,
+    log_probabilities,
+)
+from fenchel.generation.text_stream import TextStream
+
+IDLE_CHUNKS = 4
+"""How many chunks of prompts are read at once while less than half of the rows are taken."""
+SCORE_ENTRIES = 1 << 22
+"""Logits that the scores of a prompt take at once: 16 MiB in float32."""
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One continuation of one prompt."""
+
+    prompt: tuple[int, ...]
+    """Ids, at least one."""
+    max_new_tokens: int
+    """Tokens at most; 0 only with ``prompt_logprobs``."""
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    continues: bool = True
+    """Whether the text goes on from that of the prompt; an answer in a chat begins anew."""
+    logprobs: int | None = None
+    """How many of the largest log-probabilities come with a new token; None is none at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    trace: TraceSettings | None = None
+    """What is measured of the attention of every new token."""
+    draft: int = 0
+    """Tokens to guess ahead, while guesses pay. Changes the speed, not the text, except in half
+    precision where two tokens are nearly as likely."""
+    past_context: bool = False
+    """Whether a sequence goes on when the context is full. A prompt may then be longer, too: its
+    last tokens are read."""
+    source: tuple[int, ...] | None = None
+    """What the encoder of an encoder-decoder reads."""
+
+
+class Token(NamedTuple):
+    """A token of the prompt or a new one."""
+
+    id: int
+    text: str
+    """What this token releases: "" while a character or a stop string may be incomplete, and for
+    a token of the prompt."""
+    logprob: float | None = None
+    """Log-probability from the logits, before temperature, penalties and truncation."""
+    top: tuple[tuple[int, float], ...] = ()
+    """Ids with the largest log-probabilities, largest first."""
+    trace: TokenTrace | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one turn produced for one request."""
+
+    tokens: tuple[Token, ...] = ()
+    prompt: tuple[Token, ...] | None = None
+    """Once, where ``prompt_logprobs`` is set; the first has no log-probability."""
+    finish: Finish | None = None
+    error: str = ""
+    flush: str = ""
+    """Text that was withheld until the end."""
+
+
+class TurnFacts(NamedTuple):
+    """What one turn did."""
+
+    bucket: int = 0
+    """Rows that the step computed; 0 without one."""
+    active: int = 0
+    """Rows that held a request, each with a new token."""
+    queued: int = 0
+    """Requests that wait."""
+    columns: int = 0
+    """Tokens of the longest sequence."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that were read."""
+    prefill_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+OnUpdate = Callable[[Update], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that was accepted."""
+
+    request: Request
+    on_update: OnUpdate
+    text: TextStream | None
+    ids: list[int]
+    """Prompt and new tokens."""
+    penalties: Penalties | None = None
+    row: Row | None = None
+    lookup: PromptLookup | None = None
+    drafts: DraftControl | None = None
+    scored: list[Token] = field(default_factory=list)
+    cancelled: bool = False
+    finished: bool = False
+    failed: bool = False
+    """Whether its keys may not be finite."""
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were drawn."""
+        return len(self.ids) - len(self.request.prompt)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether its attention is observed."""
+        return self.request.trace is not None and self.request.trace.observes
+
+    @property
+    def needs_tokens_only(self) -> bool:
+        """Whether the tokens that a device draws are all that is needed of a step."""
+        request = self.request
+        return self.penalties is None and request.logprobs is None and request.trace is None
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Prompts that are being read: their rows, what is left of each, and the jobs of each row."""
+
+    rows: list[Row]
+    parts: list[list[int]]
+    jobs: list[list[Job]]
+
+
+class Scheduler:
+    """Requests to a decoder; with a ``tokenizer`` tokens have text.
+
+    ``on_finish`` is called after the last update of a request.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: AnyTokenizer | None = None,
+        *,
+        calibration: TokenCalibration | None = None,
+        on_finish: Callable[[Job, Finish], None] | None = None,
+    ) -> None:
+        self.decoder, self.tokenizer, self.calibration = decoder, tokenizer, calibration
+        self.vocabulary, self.device = decoder.model.config.vocabulary, decoder.device
+        self.waiting: deque[Job] = deque()
+        self.jobs: dict[Row, Job] = {}
+        """Those that decode."""
+        self._on_finish = on_finish
+        self._full: deque[Job] = deque()
+        """Those whose newest tokens are to be read again."""
+        self._reading: _Reading | None = None
+        self._launched: LaunchedStep | None = None
+        self._settings: tuple[tuple[Job, ...], RowSampling] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.jobs or self._reading or self._full)
+
+    def unfinished(self) -> Iterator[Job]:
+        """Every job that was accepted and has not ended."""
+        yield from list(self.jobs.values())
+        if self._reading is not None:
+            yield from (job for jobs in self._reading.jobs for job in jobs if not job.finished)
+        yield from list(self._full)
+        yield from list(self.waiting)
+
+    def prepare(self, request: Request, on_update: OnUpdate) -> Job:
+        """The job of a request, to be appended to ``waiting``; raises for what cannot be served."""
+        self._require(request)
+        text = None
+        if self.tokenizer is not None:
+            before = request.prompt if request.continues else ()
+            text = TextStream(self.tokenizer, request.stop_strings, before)
+        elif request.stop_strings:
+            raise ValueError(f"to stop at {request.stop_strings[0]!r} give the tokenizer.")
+        job = Job(request, on_update, text, [*request.prompt])
+        if request.draft and not self.decoder.kind.recorded and not self.decoder.invariant:
+            job.lookup = PromptLookup(request.prompt)
+            job.drafts = DraftControl(request.draft)
+        return job
+
+    def submit(self, request: Request, on_update: OnUpdate) -> Job:
+        """Accept a request; ``on_update`` is called in ``turn`` until it has finished."""
+        job = self.prepare(request, on_update)
+        self.waiting.append(job)
+        return job
+
+    def _require(self, request: Request) -> None:
+        """Raise for a request that cannot be served."""
+        n, V, context = len(request.prompt), self.vocabulary, self.decoder.context
+        encoder = self.decoder.model.config.kind == "encoder-decoder"
+        if n < 1 or (request.source is not None and not request.source):
+            raise ValueError("a prompt has at least one token.")
+        if (request.source is None) == encoder:
+            kind = self.decoder.model.config.kind
+            verb = "needs a" if request.source is None else "has no"
+            raise ValueError(f"a model of kind={kind!r} {verb} source.")
+        if n > context and not request.past_context:
+            raise ValueError(f"the prompt has {n} tokens and the model reads {context}.")
+        ids = [*request.prompt, *(request.source or ())]
+        if min(ids) < 0 or max(ids) >= V:
+            raise ValueError(
+                f"ids run from {min(ids)} to {max(ids)} and the model has 0 to {V - 1}."
+            )
+        biased = max((token for token, _ in request.sampling.logit_bias), default=0)
+        if biased >= V:
+            raise ValueError(f"logit_bias names token {biased} and the model has 0 to {V - 1}.")
+        if request.max_new_tokens < (request.prompt_logprobs is None):
+            raise ValueError(f"max_new_tokens={request.max_new_tokens} should be at least 1.")
+        if request.draft < 0:
+            raise ValueError(f"draft={request.draft} should be 0 or more tokens to guess ahead.")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(request, name)
+            if count is not None and not 0 <= count <= MOST_LOGPROBS:
+                raise ValueError(f"{name}={count} should be 0 to {MOST_LOGPROBS}.")
+
+    @torch.inference_mode()
+    def turn(self) -> TurnFacts:
+        """End what was cancelled, read a part of the prompts, and make a step."""
+        for job in [job for job in self.unfinished() if job.cancelled]:
+            self.finish(job, "cancelled")
+        started = time.monotonic()
+        prompt_tokens = self._read_prompts()
+        between = time.monotonic()
+        active, columns = len(self.jobs), self.decoder.columns
+        bucket = self._step() if self.jobs else 0
+        if not self.jobs:
+            self._launched = None  # the tokens of requests that have ended
+        ended = time.monotonic()
+        return TurnFacts(
+            bucket,
+            active,
+            len(self.waiting),
+            columns,
+            prompt_tokens,
+            between - started,
+            ended - between,
+        )
+
+    # Prompts
+
+    def _read_prompts(self) -> int:
+        """Read prompts, one chunk of tokens or several; returns how many tokens."""
+        tokens, idle = 0, bool(self.waiting or self._full or self._reading)
+        while idle:
+            read = self._read_chunk()
+            tokens += read
+            few = 2 * len(self.jobs) < len(self.decoder.rows)
+            more = self._reading is not None or (self.waiting and self.decoder.free) or self._full
+            idle = bool(read and few and more and tokens < IDLE_CHUNKS * self.decoder.chunk)
+        return tokens
+
+    def _read_chunk(self) -> int:
+        if self._reading is None:
+            self._reading = self._begin()
+            if self._reading is None:
+                return 0
+        reading, decoder, trace = self._reading, self.decoder, None
+        jobs = [job for group in reading.jobs for job in group]
+        now = [part[: decoder.chunk] if len(reading.parts) == 1 else part for part in reading.parts]
+        last = len(now[0]) == len(reading.parts[0])
+        if last:
+            numbers = [i for i, group in enumerate(reading.jobs) for _ in group]
+            lengths = [reading.rows[i].length + len(now[i]) for i in numbers]
+            trace = self._pass_trace(jobs, numbers, lengths)
+        scored = any(job.request.prompt_logprobs is not None for job in jobs)
+        start, every = reading.rows[0].length, scored or (decoder.invariant and len(now) == 1)
+        observe = None if trace is None else trace.observe
+        hidden = decoder.read(reading.rows, now, every=every, observe=observe)
+        reading.parts = [part[len(new) :] for part, new in zip(reading.parts, now, strict=True)]
+        for job in jobs if scored else ():
+            if job.request.prompt_logprobs is not None and not job.finished:
+                self._score(job, hidden, start)
+        if last:
+            self._reading = None
+            self._enter(reading, hidden[-1:] if every else hidden, trace)
+        elif all(job.finished for job in jobs):
+            self._drop(reading)
+            self._reading = None
+        return sum(map(len, now))
+
+    def _begin(self) -> _Reading | None:
+        """Take requests from the queue, as many as one chunk and the free rows hold."""
+        decoder = self.decoder
+        if self._full:
+            job = self._full.popleft()
+            row, job.row = job.row, None  # the reading has it until the request decodes again
+            assert row is not None
+            return _Reading([row], [decoder.slide(row, job.ids)], [[job]])
+        reading, alone, count = _Reading([], [], []), False, 0
+        while self.waiting and count < decoder.free + len(reading.rows):
+            job = self.waiting[0]
+            prompt = job.ids[-decoder.context :]
+            same = [jobs for jobs in reading.jobs if jobs[0].request.prompt == job.request.prompt]
+            alone = alone or self._reads_alone(job.request)
+            if same and job.request.source is None:
+                same[0].append(job)
+            else:
+                reuse = job.request.prompt_logprobs is None
+                known = decoder.reusable(prompt) if reuse else 0
+                sizes = [
+                    (r.length, len(p)) for r, p in zip(reading.rows, reading.parts, strict=True)
+                ]
+                sizes.append((known, len(prompt) - known))
+                if reading.rows and (alone or not decoder.fits(sizes)):
+                    break
+                row = decoder.take(prompt, reuse=reuse)
+                row.left = len(job.ids) - len(prompt)
+                rest = prompt[row.length :]
+                reading.rows.append(row)
+                reading.parts.append(rest)
+                reading.jobs.append([job])
+                if job.request.source is not None:
+                    decoder.encode(row, job.request.source)
+            self.waiting.popleft()
+            job.started, count = time.monotonic(), count + 1
+        return reading if reading.rows else None
+
+    def _reads_alone(self, request: Request) -> bool:
+        """Whether no other prompt is read with this one."""
+        observed = request.prompt_logprobs is not None or request.trace is not None
+        return self.decoder.invariant or observed or request.source is not None
+
+    def _drop(self, reading: _Reading) -> None:
+        """Free the rows of prompts that are not needed any more."""
+        for row, group in zip(reading.rows, reading.jobs, strict=True):
+            if row not in self.jobs and all(job.row is not row for job in group):
+                failed = any(job.failed for job in group)
+                self.decoder.leave(row, row.ids, damaged=failed)
+
+    def _score(self, job: Job, hidden_TM: Tensor, start: int) -> None:
+        """Log-probabilities of the prompt after each position of a chunk that begins at start."""
+        ids, k = job.request.prompt, job.request.prompt_logprobs
+        assert k is not None
+        if start == 0:
+            job.scored.append(Token(ids[0], ""))
+        hidden_TM = hidden_TM[: len(ids) - 1 - start]  # the last position predicts a new token
+        for part_TM in torch.split(hidden_TM, max(1, SCORE_ENTRIES // self.vocabulary)):
+            at = len(job.scored)
+            targets = ids[at : at + len(part_TM)]
+            scores = _scores(self.decoder.logits(part_TM), targets, [k] * len(targets))
+            job.scored += [Token(i, "", *score) for i, score in zip(targets, scores, strict=True)]
+
+    def _enter(self, reading: _Reading, hidden_PM: Tensor, trace: PassTrace | None) -> None:
+        """The next token of every prompt that was read; requests that go on decode."""
+        drawing: list[tuple[Job, int]] = []
+        for number, group in enumerate(reading.jobs):
+            for job in group:
+                if job.request.max_new_tokens == 0 and not job.finished:
+                    self.finish(job, "length")
+                elif not job.finished:
+                    drawing.append((job, number))
+        if drawing:
+            logits_PV = self.decoder.logits(hidden_PM)
+            for job, _ in drawing:
+                if job.request.sampling.penalised and job.penalties is None:
+                    shape = (1, self.vocabulary)
+                    prompt_1V = torch.zeros(shape, dtype=torch.bool, device=self.device)
+                    prompt_1V[0, list(job.request.prompt)] = True
+                    job.penalties = Penalties(job.request.sampling, prompt_1V)
+            tokens = self._next_tokens(drawing, logits_PV, trace)
+            for (job, number), token in zip(drawing, tokens, strict=True):
+                if token is not None:
+                    self._join(job, reading.rows[number], token)
+        self._drop(reading)
+
+    def _join(self, job: Job, row: Row, token: int) -> None:
+        """Let a request decode in the row of its prompt, or where another has it, in a copy."""
+        if row in self.jobs:
+            row = self.decoder.copy(row)
+        request = job.request
+        row.token, row.sampling, row.seed = token, request.sampling, request.seed
+        # A token after the last one is drawn and not read.
+        most = len(request.prompt) + request.max_new_tokens - 1 - row.left
+        row.end = min(most, self.decoder.context)
+        job.row, self.jobs[row] = row, job
+        self.decoder.arrived()
+        self._continue(job, token)
+
+    def _continue(self, job: Job, token: int | None) -> None:
+        """The next token of a request is to be read; None has ended the request.
+
+        Where its row is full it waits until its newest tokens are read again.
+        """
+        row = job.row
+        if token is None or row is None:
+            return
+        if len(job.ids) - row.left > self.decoder.context:
+            del self.jobs[row]
+            row.token = None
+            self._full.append(job)
+        elif not self.decoder.kind.recorded or job.penalties is not None:
+            row.token = token
+
+    # Steps
+
+    def _step(self) -> int:
+        """A step of all sequences; returns how many rows it computed."""
+        if self.decoder.kind.recorded:
+            return self._recorded_step()
+        if len(self.jobs) == 1 and self._step_with_draft():
+            return 1
+        bucket = self.decoder.fit()
+        rows = list(self.jobs)
+        trace = self._pass_trace(
+            list(self.jobs.values()),
+            [row.index for row in rows],
+            [row.length + 1 for row in rows],
+            bucket,
+        )
+        logits_BV = self.decoder.step(None if trace is None else trace.observe)
+        jobs = [(job, row.index) for row, job in self.jobs.items()]
+        tokens = self._next_tokens(jobs, logits_BV, trace)
+        for (job, _), token in zip(jobs, tokens, strict=True):
+            self._continue(job, token)
+        return len(logits_BV)
+
+    def _step_with_draft(self) -> bool:
+        """Read a guess of the next tokens of the only sequence; False where there is none."""
+        (row, job), decoder = next(iter(self.jobs.items())), self.decoder
+        if job.lookup is None or job.drafts is None or job.request.trace is not None:
+            return False
+        left = job.request.max_new_tokens - job.new_tokens
+        most = min(job.request.draft, left - 1, decoder.context - row.length - 1)
+        if most < 1 or not job.drafts.ready():
+            return False
+        guess = job.lookup.guess(most)
+        if not guess:
+            return False
+        assert row.token is not None
+        before = row.length
+        logits_TV = decoder.logits(decoder.read([row], [[row.token, *guess]], every=True))
+        accepted, token = 0, None
+        for logits_V in logits_TV:
+            (token,) = self._next_tokens([(job, 0)], logits_V.unsqueeze(0), None)
+            if token is None or accepted == len(guess) or token != guess[accepted]:
+                break
+            accepted += 1
+        job.drafts.record(accepted)
+        if token is not None:
+            decoder.rewind(row, before + 1 + accepted)
+        self._continue(job, token)
+        return True
+
+    def _recorded_step(self) -> int:
+        """The tokens of a step that were drawn on the device; returns how many rows it computed.
+
+        Where nothing else is needed of the step, the next one is launched before its tokens are
+        read: the device computes while the host reports. A request that ends by its last token has
+        then one token too many, which is dropped.
+        """
+        launched, self._launched, trace = self._launched, None, None
+        if launched is None:
+            bucket = self.decoder.fit()
+            active = [(row, job) for row, job in self.jobs.items() if row.length < row.end]
+            trace = self._pass_trace(
+                [job for _, job in active],
+                [row.index for row, _ in active],
+                [row.length + 1 for row, _ in active],
+                bucket,
+            )
+            launched = self.decoder.launch(None if trace is None else trace.observe)
+        ahead = all(job.needs_tokens_only for job in self.jobs.values())
+        if ahead and any(row.length < row.end for row in self.jobs):
+            self._launched = self.decoder.launch()
+        drawn = launched.tokens.wait().tolist()
+        jobs = [(self.jobs[row], i) for row, i in launched.rows if row in self.jobs]
+        logits_BV = None if ahead else launched.logits
+        tokens = self._next_tokens(jobs, logits_BV, trace, [drawn[i] for _, i in jobs])
+        for (job, _), token in zip(jobs, tokens, strict=True):
+            self._continue(job, token)
+        return len(drawn)
+
+    def _pass_trace(
+        self, jobs: Sequence[Job], rows: Sequence[int], lengths: Sequence[int], bucket: int = 0
+    ) -> PassTrace | None:
+        """The trace of a forward pass in which ``jobs`` have these rows; None where none asks.
+
+        ``bucket`` is the number of rows of a step, 0 for a prompt.
+        """
+        traced = [
+            TracedRow(row, length, job.request.trace)
+            for job, row, length in zip(jobs, rows, lengths, strict=True)
+            if job.request.trace is not None and job.request.max_new_tokens
+        ]
+        if not traced:
+            return None
+        positions = self.decoder.view(bucket).key_positions if bucket else None
+        return PassTrace(self.decoder.model, traced, self.calibration, key_positions=positions)
+
+    def _next_tokens(
+        self,
+        jobs: Sequence[tuple[Job, int]],
+        logits_BV: Tensor | None,
+        trace: PassTrace | None,
+        drawn: Sequence[int] | None = None,
+    ) -> list[int | None]:
+        """Draw a token for every request by its row of the logits, and report it.
+
+        None where that ends the request. ``drawn`` holds the tokens already drawn on the device,
+        without penalties; ``logits_BV`` is None where they are all that is needed.
+        """
+        if logits_BV is None:
+            assert drawn is not None
+            return [self._take(jobs[i][0], drawn[i], (None, ()), None) for i in range(len(jobs))]
+        logits_JV = logits_BV
+        if [row for _, row in jobs] != list(range(len(logits_BV))):
+            logits_JV = logits_BV[torch.tensor([row for _, row in jobs], device=self.device)]
+        tokens = self._draw([job for job, _ in jobs], logits_JV, drawn)
+        scored = [i for i, (job, _) in enumerate(jobs) if job.request.logprobs is not None]
+        scores: dict[int, _Score] = {}
+        if scored:
+            targets = [max(0, tokens[i]) for i in scored]
+            counts = [jobs[i][0].request.logprobs or 0 for i in scored]
+            scores = dict(zip(scored, _scores(logits_JV[scored], targets, counts), strict=True))
+        traces: dict[int, TokenTrace] = {}
+        if trace is not None:
+            traced = [i for i, (job, _) in enumerate(jobs) if job.request.trace is not None]
+            ids_R = torch.tensor([max(0, tokens[i]) for i in traced], device=self.device)
+            traces = dict(zip(traced, trace.tokens(logits_JV[traced], ids_R), strict=True))
+        return [
+            self._take(job, tokens[i], scores.get(i, (None, ())), traces.get(i))
+            for i, (job, _) in enumerate(jobs)
+        ]
+
+    def _draw(
+        self, jobs: Sequence[Job], logits_JV: Tensor, drawn: Sequence[int] | None
+    ) -> list[int]:
+        """A token per request, -1 where its logits are not finite.
+
+        Without penalties a token that the device has drawn stands.
+        """
+        if drawn is not None:
+            again = [i for i, job in enumerate(jobs) if job.penalties is not None]
+            tokens = [*drawn]
+            if again:
+                redrawn = self._draw([jobs[i] for i in again], logits_JV[again], None)
+                for i, token in zip(again, redrawn, strict=True):
+                    tokens[i] = token
+            return tokens
+        if any(job.penalties is not None for job in jobs):
+            rows = [
+                logits_1V if job.penalties is None else job.penalties.apply(logits_1V)
+                for job, logits_1V in zip(jobs, torch.split(logits_JV, 1), strict=True)
+            ]
+            logits_JV = torch.cat([row.float() for row in rows])
+        if not logits_JV.is_cuda and all(job.request.sampling.temperature == 0.0 for job in jobs):
+            top_J, token_J = logits_JV.max(-1)  # the same as ``draw``, in fewer operations
+            pairs = zip(top_J.tolist(), token_J.tolist(), strict=True)
+            tokens = [token if isfinite(top) else -1 for top, token in pairs]
+        else:
+            tokens = self._drawn(jobs, logits_JV)
+        for job, token in zip(jobs, tokens, strict=True):
+            if job.penalties is not None:
+                job.penalties.add(torch.tensor([token], device=self.device))
+        return tokens
+
+    def _drawn(self, jobs: Sequence[Job], logits_JV: Tensor) -> list[int]:
+        if self._settings is None or self._settings[0] != tuple(jobs):
+            rows = [(job.request.sampling, job.request.seed) for job in jobs]
+            moved = (x.to(self.device) for x in RowSampling.of(rows))
+            self._settings = tuple(jobs), RowSampling(*moved)
+        n_J = torch.tensor([len(job.ids) for job in jobs], device=self.device)
+        tokens: list[int] = draw(logits_JV, self._settings[1], n_J).tolist()
+        return tokens
+
+    def _take(self, job: Job, token: int, score: "_Score", trace: TokenTrace | None) -> int | None:
+        """Report a new token of a request; None where it ends the request."""
+        request = job.request
+        if token < 0:
+            self.finish(job, "error", error=NOT_FINITE)
+            return None
+        job.ids.append(token)
+        job.first_token = job.first_token or time.monotonic()
+        new = Token(token, "" if job.text is None else job.text.add(token), *score, trace)
+        if job.lookup is not None:
+            job.lookup.add([token])
+        if token in request.stop_ids or (job.text is not None and job.text.stopped):
+            self.finish(job, "stop", new)
+            return None
+        full = len(job.ids) > self.decoder.context and not request.past_context
+        if job.new_tokens >= request.max_new_tokens or full:
+            self.finish(job, "length", new)
+            return None
+        self._report(job, Update((new,), _prompt(job)))
+        return token
+
+    def finish(self, job: Job, finish: Finish, *tokens: Token, error: str = "") -> None:
+        """Report the end of a request and free what it holds."""
+        if job.finished:
+            return
+        job.finished, job.failed = True, finish == "error"
+        if job.row is not None:
+            self.jobs.pop(job.row, None)
+            self.decoder.leave(job.row, job.ids, damaged=job.failed)
+            job.row = None
+        for queue in (self.waiting, self._full):
+            if job in queue:
+                queue.remove(job)
+        flush = "" if job.text is None else job.text.flush()
+        self._report(job, Update(tokens, _prompt(job), finish, error, flush))
+        if self._on_finish is not None:
+            self._on_finish(job, finish)
+
+    def _report(self, job: Job, update: Update) -> None:
+        try:
+            job.on_update(update)
+        except Exception:  # a failing receiver must not end the requests of others
+            job.cancelled = True
+
+
+_Score = tuple[float | None, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and the largest ones with their ids."""
+
+
+def _scores(logits_TV: Tensor, targets: Sequence[int], counts: Sequence[int]) -> list[_Score]:
+    """Per row the log-probability of its target and its ``count`` largest."""
+    target_T = torch.tensor(targets, device=logits_TV.device)
+    chosen_T, ids_TK, top_TK = log_probabilities(logits_TV, target_T, max(counts, default=0))
+    rows = zip(chosen_T.tolist(), ids_TK.tolist(), top_TK.tolist(), counts, strict=True)
+    return [(p, tuple(zip(ids[:k], top[:k], strict=True))) for p, ids, top, k in rows]
+
+
+def _prompt(job: Job) -> tuple[Token, ...] | None:
+    """The scores of the prompt, once: with the first update that comes after the prompt."""
+    if job.request.prompt_logprobs is None or job.new_tokens > 1 or not job.scored:
+        return None
+    return tuple(job.scored)
