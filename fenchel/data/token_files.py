@@ -224,7 +224,7 @@ def prepare(
     other files is refused and not changed, unless it is ``owned`` by the caller and holds nothing
     but token files. Temporary files of an earlier call that was killed are removed.
     """
-    progress = progress or _no_progress
+    progress = progress or no_progress
     sweep_beside(folder, _OURS)
     conversations = encoder is not None and encoder.template is not None
     text = open_text(config.source, messages=conversations)
@@ -532,8 +532,8 @@ def _dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-def _no_progress(stage: str, done: int, total: int) -> None:
-    del stage, done, total
+def no_progress(_stage: str, _done: int, _total: int) -> None:
+    """A ``ProgressCallback`` that does nothing."""
 
 
 def _sha256(content: bytes) -> str:

@@ -76,7 +76,7 @@ class CallObserver(Protocol):
     """Receives every attention call that is computed."""
 
     def __call__(self, module: nn.Module, call: AttentionCall, mask: str) -> None:
-        """The layer, its call, and the kind of its mask (``mask_kind``)."""
+        """The layer, its call, and the kind of its mask (``classify_mask``)."""
 
 
 class QKVOverride(Protocol):
@@ -208,15 +208,22 @@ class _Registries(NamedTuple):
 
 
 def _registries() -> _Registries:
-    try:
+    with needs_transformers():
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
+    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    return _Registries(attentions, masks, sdpa_mask)
+
+
+@contextmanager
+def needs_transformers() -> Iterator[None]:
+    """Context manager: an import of transformers that fails names the package to install."""
+    try:
+        yield
     except ImportError:
         raise ValueError(
             "models of transformers need transformers 5 or newer; pip install 'fenchel[hf]'."
         ) from None
-    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    return _Registries(attentions, masks, sdpa_mask)
 
 
 def _register(name: str, function: AttentionFunction) -> None:

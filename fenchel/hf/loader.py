@@ -30,6 +30,7 @@ from fenchel.checkpoints.directory import (
     require_no_file_names,
 )
 from fenchel.files import Damaged, printable
+from fenchel.hf.adapter import needs_transformers
 
 _ORIGINS = frozenset(
     """
@@ -50,7 +51,8 @@ def load_transformers_model(
     files may hold a head besides; without ``bare_otherwise`` it is refused. ``pooler_optional``
     accepts a randomly initialised pooler where the files hold none.
     """
-    transformers = _transformers()
+    with needs_transformers():
+        transformers: Any = import_module("transformers")
     model_type = directory.model_type
     if model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(
@@ -190,15 +192,6 @@ def _bare_class(transformers: Any, config: Any) -> Any:
     if bare is None:
         raise ValueError(f"transformers has no bare model of the family {config.model_type!r}.")
     return bare[0] if isinstance(bare, tuple) else bare
-
-
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError:
-        raise ValueError(
-            "models of transformers need transformers 5 or newer; pip install 'fenchel[hf]'."
-        ) from None
 
 
 @contextmanager

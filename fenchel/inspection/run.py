@@ -18,6 +18,7 @@ from torch import Tensor
 from fenchel.attention import AttentionCall
 from fenchel.attention.statistics import pack_weights
 from fenchel.data import ProgressCallback
+from fenchel.data.token_files import no_progress
 from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
 from fenchel.inspection.end_to_end import network
@@ -75,7 +76,7 @@ def inspect(
     if radius is not None:
         Ball.of(radius, norm, 1)  # a wrong radius, norm or model is refused before it runs
         layer_count(model)
-    clock, report = _Clock(), progress or _no_progress
+    clock, report = _Clock(), progress or no_progress
     generator = torch.Generator().manual_seed(seed)
     model.model.to(device)
     with clock("reading"):
@@ -166,7 +167,7 @@ def certify_model(
             chosen,
             search,
             generator.manual_seed(seed),
-            progress or _no_progress,
+            progress or no_progress,
         )
     return Certification(
         subject=model.facts(),
@@ -272,7 +273,3 @@ class _Clock:
         begun = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
-
-
-def _no_progress(_stage: str, _done: int, _total: int) -> None:
-    """Ignores every report."""
