@@ -322,7 +322,7 @@ class Decoder:
         """
         self.rows[row.index] = None
         if self.kind.recorded:
-            row.ids[:] = ids[: row.length]
+            row.ids[:] = ids[: min(row.length, self.context - 1)]
         if damaged:
             self.cache.clear_row(row.index)
         if damaged or row.left or not self.prefixes:
@@ -406,15 +406,19 @@ class Decoder:
         """The first B rows of the cache with the numbers of tokens that they have now."""
         if self.kind.recorded:
             return self._recorded_step().caches[B]
-        starts = [len(kept) for kept in self._kept[:B]]
+        starts = self._numbers()[:B]
         for index in range(B):
             row = self.rows[index] if index < len(self.rows) else None
-            if row is None and starts[index] >= self.context:
-                del self._kept[index][self.context - 1 :]  # its last slot is written by a step
-                starts[index] = self.context - 1
-            elif row is None and not (starts[index] or self.invariant):
+            if row is None and not (starts[index] or self.invariant):
                 starts[index] = self.columns  # as long as the others: one mask less
         return self._view(B, starts)
+
+    def _numbers(self) -> list[int]:
+        """How many tokens the rows have, each with a slot behind them that a step may write."""
+        for index, row in enumerate(self.rows):
+            if row is None:
+                del self._kept[index][self.context - 1 :]
+        return [len(kept) for kept in self._kept]
 
     def _view(self, B: int, starts: list[int]) -> KVCache:
         if B not in self._views:
@@ -446,14 +450,13 @@ class Decoder:
         # A sequence that reaches its end is free for the device from the next step on.
         ending = len(rows) < len(self.active)
         if self._changed or ending or any(row.token != -1 for row in rows):
-            numbers, tokens = [len(kept) for kept in self._kept], [-1] * self.buckets[-1]
+            numbers, tokens = self._numbers(), [-1] * self.buckets[-1]
             left, on = [0] * len(numbers), [False] * len(numbers)
             for row in rows:
                 left[row.index], on[row.index] = row.left, True
                 tokens[row.index] = -1 if row.token is None else row.token
                 row.token = -1
-            # What a step writes for a row that is not active is behind the tokens that it keeps.
-            most = self.context - 1
+            most = self.context - 1  # a row at its end is not active, and its last slot is written
             recorded.set_rows([min(n, most) for n in numbers], left, on, tokens)
             self._changed = False
         if self._arrived:
