@@ -4,8 +4,8 @@
     y = norm(x);   x = x + (f(y W_gate^T) * (y W_up^T)) W_down^T
 
 A small model that reads one token spends more time on calls than on arithmetic: each operation
-costs some microseconds however few numbers it has. Here a layer takes under thirty operations
-instead of forty, and no modules in between. Norms, products and activations take tokens one by one,
+costs some microseconds however few numbers it has. Here a layer takes 37 operations instead of 41,
+12 of them views, and no modules in between. Norms, products and activations take tokens one by one,
 so the N tokens of a pass belong to any sequences, one after another without padding; each attends
 to its own row of the cache.
 

@@ -414,11 +414,14 @@ class Decoder:
         return self._view(B, starts)
 
     def _numbers(self) -> list[int]:
-        """How many tokens the rows have, each with a slot behind them that a step may write."""
+        """How many tokens the rows have, each with a slot behind them that a step may write.
+
+        A row that does not decode may be full: what a step writes for it is in its last slot.
+        """
         for index, row in enumerate(self.rows):
             if row is None:
                 del self._kept[index][self.context - 1 :]
-        return [len(kept) for kept in self._kept]
+        return [min(len(kept), self.context - 1) for kept in self._kept]
 
     def _view(self, B: int, starts: list[int]) -> KVCache:
         if B not in self._views:
@@ -456,8 +459,7 @@ class Decoder:
                 left[row.index], on[row.index] = row.left, True
                 tokens[row.index] = -1 if row.token is None else row.token
                 row.token = -1
-            most = self.context - 1  # a row at its end is not active, and its last slot is written
-            recorded.set_rows([min(n, most) for n in numbers], left, on, tokens)
+            recorded.set_rows(numbers, left, on, tokens)
             self._changed = False
         if self._arrived:
             free = (GREEDY, 0)

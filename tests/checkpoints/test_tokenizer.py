@@ -17,8 +17,8 @@ from fenchel.checkpoints.tokenizer import (
     read_chat_template,
     read_tokenizer,
 )
-from fenchel.cli.generate import prompt_ids
 from fenchel.data import train_tokenizer
+from fenchel.generation import prompt_ids
 from fenchel.model import ModelConfig
 
 START, STOP = "<start>", "<stop>"
@@ -164,7 +164,7 @@ def test_an_empty_prompt_follows_the_end_of_a_document_and_not_of_a_turn(write: 
     ends = end_ids(path, tokenizer)
     assert ends == (272, 270, 0)
     config = ModelConfig(vocabulary=273, width=8, layers=1, heads=2)
-    assert prompt_ids("", tokenizer, config, None, ends) == ([272], None)
+    assert prompt_ids("", tokenizer, config, ends) == ([272], None)
 
 
 def test_an_end_token_of_any_name_is_read(write: Write) -> None:

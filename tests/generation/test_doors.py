@@ -46,7 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed": {"step": "packed"},
     "bfloat16": {"dtype": torch.bfloat16},
     "windows": {"model": {"windows": (4, 0)}},
-    "penalties": {"sampling": replace(DRAWN, repetition_penalty=3.0, frequency_penalty=2.0)},
+    "penalties": {"sampling": replace(DRAWN, repetition_penalty=0.2, frequency_penalty=-0.5)},
     "bias": {"sampling": replace(DRAWN, logit_bias=((9, 5.0),))},
     "past the context": {"model": {"context": 12}, "past_context": True},
     "end of the context": {"model": {"context": 12}, "past_context": False},
