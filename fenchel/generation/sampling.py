@@ -36,6 +36,7 @@ Steele, Lea and Flood (2014), Fast splittable pseudorandom number generators.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
@@ -293,8 +294,9 @@ def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k_R: Tensor) -> Tens
 
 def exponentials(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
     """e of every token of token number n: (B, V), in float32."""
-    u_BV = random_words(seed_B, n_B, V).double().add_(2.0**31 + 0.5).mul_(2.0**-32).float()
-    return u_BV.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    x_BV = random_words(seed_B, n_B, V).double()
+    u_BV = x_BV.add_(2.0**31 + 0.5).mul_(-(2.0**-32)).float()  # -u, of float32 to the last bit
+    return u_BV.clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 GOLDEN, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -308,9 +310,14 @@ def random_words(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
     h(state + (i + 1) golden), with state = h(h(seed + golden) + n golden).
     """
     state_B = _mix(_mix(seed_B + GOLDEN) + n_B * GOLDEN)
-    number_P = torch.arange(1, V // 2 + 2, device=seed_B.device).mul_(GOLDEN)
-    words_BP2 = _mix(state_B.unsqueeze(-1) + number_P).view(torch.int32)
+    words_BP2 = _mix(state_B.unsqueeze(-1) + _counters(V // 2 + 1, seed_B.device)).view(torch.int32)
     return words_BP2[:, :V]
+
+
+@lru_cache(maxsize=8)
+def _counters(P: int, device: torch.device) -> Tensor:
+    """golden, 2 golden, ..., P golden."""
+    return torch.arange(1, P + 1, device=device).mul_(GOLDEN)
 
 
 def _mix(x: Tensor) -> Tensor:
