@@ -255,7 +255,7 @@ class Decoder:
         return len({old for old, _ in rows}) == 1 and len(rows) * max(lengths) <= self.chunk
 
     def encode(self, row: Row, source: Sequence[int]) -> None:
-        """Read the source of an encoder-decoder for a row."""
+        """Run the encoder of an encoder-decoder on the source of one row."""
         row.encoded = self.model.encode(torch.tensor([source], device=self.device))[0]
 
     def read(

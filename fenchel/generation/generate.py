@@ -282,7 +282,7 @@ def updates(
     decoder: Decoder | None = None,
     calibration: TokenCalibration | None = None,
 ) -> Iterator[Update]:
-    """The updates of requests as they come, for one request or for what does not ask whose."""
+    """The updates of all requests in the order in which they arise."""
     pairs = _updates(model, requests, settings, tokenizer, decoder, calibration)
     return (update for _, update in pairs)
 

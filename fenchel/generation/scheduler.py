@@ -175,7 +175,7 @@ class Job:
 
     @property
     def needs_tokens_only(self) -> bool:
-        """Whether the tokens that a device draws are all that is needed of a step."""
+        """Whether a step needs to return nothing but the tokens drawn on the device."""
         request = self.request
         return self.penalties is None and request.logprobs is None and request.trace is None
 
@@ -280,7 +280,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def turn(self) -> TurnFacts:
-        """End what was cancelled, read a part of the prompts, and make a step."""
+        """End cancelled requests, read a part of the prompts, and run one step."""
         for job in [job for job in self.unfinished() if job.cancelled]:
             self.finish(job, "cancelled")
         started = time.monotonic()
@@ -423,15 +423,17 @@ class Scheduler:
                     prompt_1V[0, list(job.request.prompt)] = True
                     job.penalties = Penalties(job.request.sampling, prompt_1V)
             tokens = self._next_tokens(drawing, logits_PV, trace)
+            taken: set[Row] = set()
             for (job, number), token in zip(drawing, tokens, strict=True):
+                row = reading.rows[number]
                 if token is not None:
-                    self._join(job, reading.rows[number], token)
+                    # The first request decodes in the row of the prompt, others in copies.
+                    self._join(job, self.decoder.copy(row) if row in taken else row, token)
+                    taken.add(row)
         self._drop(reading)
 
     def _join(self, job: Job, row: Row, token: int) -> None:
-        """Let a request decode in the row of its prompt, or where another has it, in a copy."""
-        if row in self.jobs:
-            row = self.decoder.copy(row)
+        """Let a request decode in a row that has its prompt."""
         request = job.request
         row.token, row.sampling, row.seed = token, request.sampling, request.seed
         # A token after the last one is drawn and not read.

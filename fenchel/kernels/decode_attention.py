@@ -27,7 +27,7 @@ has one value from its first use on.
 computes the newest key and value itself: the first head of a group writes them, and no other head
 of the group reads that slot, so programs need no synchronisation. Every slot of a block has its own
 running maximum, sum and mix, as in online softmax, and they are combined at the end; the loop
-starts at slot 0. Bytes: 4 n D in bfloat16 for the keys and values of a head, from the L2
+starts at slot 0. Bytes: 4 n D per head in bfloat16 for keys and values, from the L2
 cache for all heads of a group but one; for 300 tokens that is less than a hundredth of the weights
 of a layer, and latency dominates: each block is loaded before the previous one is used.
 

@@ -307,6 +307,22 @@ def test_choices_of_one_prompt_read_it_once(
         assert ids == alone[0, len(PROMPT) :].tolist()
 
 
+def test_choices_of_a_prompt_that_fills_the_context_have_rows_of_their_own(lively: Build) -> None:
+    """The row of a request holds its own tokens, also after the newest ones were read again."""
+    model = lively(vocabulary=V, context=len(PROMPT))
+    settings = GenerationSettings(max_new_tokens=6, sampling=DRAWN, seed=0)
+    scheduler = Scheduler(Decoder(model, rows=3))
+    for seed in range(3):
+        scheduler.submit(replace(settings.request(PROMPT), seed=seed), lambda _: None)
+    checked = 0
+    while scheduler.busy:
+        scheduler.turn()
+        for row, job in scheduler.jobs.items():
+            assert row.ids == job.ids[row.left :][: row.length]
+            checked += 1
+    assert checked > 6
+
+
 def test_a_long_prompt_is_read_in_chunks_while_others_decode(
     lively: Build, tokenizer: TextTokenizer
 ) -> None:
