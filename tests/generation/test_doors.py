@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -268,6 +269,19 @@ def test_random_numbers_depend_on_seed_position_and_token_alone(device: str) -> 
         alone = random_words(seeds[row : row + 1], positions[row : row + 1], 1001)
         assert torch.equal(alone[0, :101], together[row])
     assert len(set(together.flatten().tolist())) == together.numel()
+
+
+def test_only_the_first_choice_of_the_first_prompt_draws_by_the_seed_itself() -> None:
+    digest = sha256(b"5 1 0").digest()
+    assert choice_seed(5, 0, 0) == 5
+    assert choice_seed(5, 1, 0) == int.from_bytes(digest[:8], "big") >> 1
+    assert len({choice_seed(5, j, i) for j in range(4) for i in range(4)}) == 16
+
+
+def test_an_invariant_call_has_the_steps_and_rows_of_a_server(lively: Build) -> None:
+    settings = GenerationSettings(max_new_tokens=1, invariant=True)
+    own, served = settings.decoder(lively()), Decoder(lively(), rows=32, invariant=True)
+    assert (own.kind, own.buckets, own.chunk) == (served.kind, served.buckets, served.chunk)
 
 
 def test_a_draw_does_not_depend_on_the_rows_beside_it() -> None:
