@@ -39,6 +39,7 @@ one, V vocabulary.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -277,18 +278,26 @@ def _read_json(read: PositionsRead) -> dict[str, Any]:
 def _sensitivity_json(layer: LayerTrace) -> dict[str, Any]:
     found = layer.sensitivity
     assert found is not None
-    upper = _short(found.upper) if found.upper < float("inf") else None  # JSON has no infinity
+    upper = _short_bound(found.upper, ROUND_CEILING)
     return {
         "layer": layer.layer,
         "head": found.head,
-        "lower": _short(found.lower),
-        "upper": upper,
+        "lower": _short_bound(found.lower, ROUND_FLOOR),
+        "upper": upper if upper < math.inf else None,  # JSON has no infinity
         "certified": found.certified,
     }
 
 
+_DIGITS = 6
+
+
 def _short(x: float) -> float:
-    return float(f"{x:.6g}")
+    return float(f"{x:.{_DIGITS}g}")
+
+
+def _short_bound(x: float, rounding: str) -> float:
+    """A bound that still holds."""
+    return float(Context(prec=_DIGITS, rounding=rounding).create_decimal(Decimal(x)))
 
 
 class TracedRow(NamedTuple):
@@ -301,7 +310,11 @@ class TracedRow(NamedTuple):
 
 
 class PassTrace:
-    """The traces of the tokens that are drawn after one forward pass."""
+    """The traces of the tokens that are drawn after one forward pass.
+
+    With ``invariant`` every row is measured by calls of its own, so that the rounding of its
+    numbers does not depend on the other rows.
+    """
 
     def __init__(
         self,
@@ -310,9 +323,10 @@ class PassTrace:
         calibration: TokenCalibration | None = None,
         *,
         key_positions: Callable[[int], Tensor | None] | None = None,
+        invariant: bool = False,
     ) -> None:
         self.model, self.rows, self.calibration = model, tuple(rows), calibration
-        self._key_positions = key_positions
+        self._key_positions, self._invariant = key_positions, invariant
         self.layers = _layers([row.settings for row in rows], model.config)
         self.observe: Observer | None = self._observe if self.layers else None
         """To be called in each layer of the pass; None where no row needs it."""
@@ -357,34 +371,47 @@ class PassTrace:
         ``logits_RV`` are those of the rows as the model gives them, before temperature, penalties
         and filters.
         """
-        settings = [row.settings for row in self.rows]
+        if not self._invariant:
+            return self._tokens(range(len(self.rows)), logits_RV, ids_R)
+        return [
+            self._tokens([r], logits_RV[r : r + 1], ids_R[r : r + 1])[0]
+            for r in range(len(self.rows))
+        ]
+
+    def _tokens(self, rows: Sequence[int], logits_RV: Tensor, ids_R: Tensor) -> list[TokenTrace]:
+        settings = [self.rows[r].settings for r in rows]
         weights = None
         if self.layers:
-            z_LRHS = self._by_position(self._z, -torch.inf)
+            z_LRHS = self._by_position(rows, self._z, -torch.inf)
             if self._plain:
                 spec = self.model.attention(self.layers[0]).spec
                 z_LRHS *= spec.scale_for(self.model.config.head_width)
                 if spec.softcap is not None:
                     absent = z_LRHS == -torch.inf
                     z_LRHS = cap(z_LRHS, spec.softcap).masked_fill_(absent, -torch.inf)
-            log_u_LRHS = self._by_position(self._log_u, 0.0) if self._log_u else None
+            log_u_LRHS = self._by_position(rows, self._log_u, 0.0) if self._log_u else None
             choices = tuple(self.model.attention(layer).choice for layer in self.layers)
             p_LRHS = _choose(choices, z_LRHS, log_u_LRHS)
             weights = _Weights(self.layers, choices, p_LRHS, int(self.model.config.sinks))
-        lengths = [row.length for row in self.rows]
+        lengths = [self.rows[r].length for r in rows]
         return _traces(settings, lengths, logits_RV, ids_R, self.calibration, weights)
 
-    def _by_position(self, parts: dict[tuple[int, int], Tensor], absent: float) -> Tensor:
+    def _by_position(
+        self, rows: Sequence[int], parts: dict[tuple[int, int], Tensor], absent: float
+    ) -> Tensor:
         """Parts (H, S) of layers and rows as one tensor, each key at the position of its token."""
-        sink, lengths = int(self.model.config.sinks), [row.length for row in self.rows]
+        sink, lengths = int(self.model.config.sinks), [self.rows[r].length for r in rows]
         one = next(iter(parts.values()))
         shape = (len(self.layers), len(lengths), len(one), sink + max(lengths))
         x_LRHS = one.new_full(shape, absent)
-        for (layer, r), part in parts.items():
-            to, end = x_LRHS[self.layers.index(layer), r], sink + lengths[r]
-            to[:, end + sink - part.shape[1] : end] = part[:, sink:]
-            if sink:
-                to[:, 0] = part[:, 0]
+        for x_RHS, layer in zip(x_LRHS, self.layers, strict=True):
+            for x_HS, r, length in zip(x_RHS, rows, lengths, strict=True):
+                if (layer, r) not in parts:  # a prior of other layers
+                    continue
+                part, end = parts[layer, r], sink + length
+                x_HS[:, end + sink - part.shape[1] : end] = part[:, sink:]
+                if sink:
+                    x_HS[:, 0] = part[:, 0]
         return x_LRHS
 
 

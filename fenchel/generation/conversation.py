@@ -203,6 +203,7 @@ class Conversation:
             [*_messages(system, turns), {"role": "user", "content": message}],
             add_generation_prompt=True,
             trust_user_tokens=self.trust_user_tokens,
+            context=self.model.config.context,
         )
 
 

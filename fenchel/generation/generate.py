@@ -122,7 +122,7 @@ class GenerateKeywords(TypedDict, total=False):
     invariant: bool
     stop: Sequence[int | str]
     tokenizer: AnyTokenizer | None
-    source: Tensor | Sequence[Tensor] | None
+    source: Tensor | Sequence[Tensor | Sequence[int]] | None
     generator: torch.Generator | None
 
 
@@ -130,11 +130,11 @@ class GenerateKeywords(TypedDict, total=False):
 def generate(model: Transformer, ids: Tensor, **keywords: Unpack[GenerateKeywords]) -> Tensor: ...
 @overload
 def generate(
-    model: Transformer, ids: Sequence[Tensor], **keywords: Unpack[GenerateKeywords]
+    model: Transformer, ids: Sequence[Tensor | Sequence[int]], **keywords: Unpack[GenerateKeywords]
 ) -> list[Tensor]: ...
 def generate(
     model: Transformer,
-    ids: Tensor | Sequence[Tensor],
+    ids: Tensor | Sequence[Tensor | Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -152,13 +152,14 @@ def generate(
     invariant: bool = False,
     stop: Sequence[int | str] = (),
     tokenizer: AnyTokenizer | None = None,
-    source: Tensor | Sequence[Tensor] | None = None,
+    source: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | list[Tensor]:
     """Prompts with their continuations, up to ``max_new_tokens`` each.
 
     Prompts (B, T) give (B, T + N): a sequence that has stopped repeats its last token until all
-    have. A list of prompts (T_b,) of any lengths gives a list, each as long as it became.
+    have. A list of prompts (T_b,) of any lengths, tensors or lists of ids, gives a list, each as
+    long as it became.
 
     ``temperature`` 0 is greedy; ``top_k``, ``top_p``, ``min_p``, the penalties and ``logit_bias``
     as in ``Sampling``. ``stop`` lists ids, and strings if the ``tokenizer`` is given; the token
@@ -191,6 +192,7 @@ def generate(
         step=step,
         invariant=invariant,
     )
+    ids = _tensors(ids)
     rows = _rows(ids)
     new: list[list[int]] = [[] for _ in rows]
     for number, token in _tokens(model, rows, settings, tokenizer, _sources(source), generator):
@@ -204,11 +206,11 @@ def generate(
 
 def stream(
     model: Transformer,
-    ids: Tensor | Sequence[Tensor],
+    ids: Tensor | Sequence[Tensor | Sequence[int]],
     settings: GenerationSettings,
     *,
     tokenizer: AnyTokenizer | None = None,
-    source: Tensor | Sequence[Tensor] | None = None,
+    source: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
     decoder: Decoder | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
@@ -222,6 +224,7 @@ def stream(
     >>> len(list(tokens))
     3
     """
+    ids = _tensors(ids)
     rows = _rows(ids)
     tokens = _tokens(model, rows, settings, tokenizer, _sources(source), generator, decoder)
     like = ids if isinstance(ids, Tensor) else ids[0]
@@ -377,6 +380,14 @@ def _with_seed(
     return replace(settings, seed=int(drawn))
 
 
+def _tensors(prompts: Tensor | Sequence[Tensor | Sequence[int]]) -> Tensor | Sequence[Tensor]:
+    if isinstance(prompts, Tensor):
+        return prompts
+    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("prompts are ids: encode a text by its tokenizer first.")
+    return [torch.as_tensor(prompt) for prompt in prompts]
+
+
 def _rows(prompts: Tensor | Sequence[Tensor]) -> list[list[int]]:
     """The ids of every prompt; raises for one without tokens."""
     if isinstance(prompts, Tensor):
@@ -388,12 +399,12 @@ def _rows(prompts: Tensor | Sequence[Tensor]) -> list[list[int]]:
         return prompts.tolist()
     shapes = [tuple(prompt.shape) for prompt in prompts]
     if not shapes or any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
-        raise ValueError(f"a list of prompts needs tensors (T,) with T at least 1, got {shapes}.")
+        raise ValueError(f"a list of prompts needs ids (T,) with T at least 1, got {shapes}.")
     return [prompt.tolist() for prompt in prompts]
 
 
-def _sources(source: Tensor | Sequence[Tensor] | None) -> list[list[int]] | None:
-    return None if source is None else _rows(source)
+def _sources(source: Tensor | Sequence[Tensor | Sequence[int]] | None) -> list[list[int]] | None:
+    return None if source is None else _rows(_tensors(source))
 
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)

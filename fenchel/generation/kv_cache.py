@@ -26,7 +26,8 @@ no key to its right, and the slots of padding are written again before a query s
 
     dense    in a dtype of its own; returned as a view when that is the model's dtype
     int8     n = round(x / s), s = max|x| / 127 over the D entries of one token and head;
-             returned as s n, whose error is at most s / 2 per entry
+             returned as s n, whose error is at most s / 2 per entry in float32; a model of
+             16 bits rounds s n to its dtype, and the error is s in bfloat16, 0.56 s in float16
 
 What is not stored in the model's dtype is widened into a work space that the layers share, so a
 cache of L layers in one byte costs L bytes per entry and the floats of one layer, not of L. A

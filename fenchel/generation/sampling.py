@@ -167,7 +167,9 @@ class Penalties:
                     f"logit_bias names token {max(ids)}; the vocabulary has {V:,} tokens."
                 )
             self._bias_V = torch.zeros(V, device=device)
-            self._bias_V[torch.tensor(ids, device=device)] = torch.tensor(values, device=device)
+            self._bias_V[torch.tensor(ids, device=device)] = torch.tensor(
+                values, dtype=torch.float32, device=device
+            )
 
     def apply(self, logits_BV: Tensor) -> Tensor:
         """The logits to draw from, in float32 at least."""
@@ -209,7 +211,8 @@ class RowSampling(NamedTuple):
     """0 keeps all."""
     top_k: Tensor
     """The vocabulary or more keeps all."""
-    seed: Tensor
+    key: Tensor
+    """Of the seed (``seed_key``)."""
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Sampling, int]]) -> "RowSampling":
@@ -220,7 +223,7 @@ class RowSampling(NamedTuple):
             torch.tensor([s.top_p or 1.0 for s, _ in rows]),
             torch.tensor([s.min_p or 0.0 for s, _ in rows]),
             torch.tensor([min(s.top_k or everything, everything) for s, _ in rows]),
-            torch.tensor([seed for _, seed in rows], dtype=torch.int64),
+            seed_key(torch.tensor([seed for _, seed in rows], dtype=torch.int64)),
         )
 
 
@@ -251,10 +254,9 @@ def _draw(z_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
     """Tokens drawn from the restricted softmax of z, whose largest entries are 0."""
     V, top_p_B, k_B = z_BV.shape[-1], settings.top_p, settings.top_k
     p_BV = z_BV.exp()
-    ratio_BV = p_BV / exponentials(settings.seed, n_B, V)
-    limit_B = torch.full_like(top_p_B, torch.inf, dtype=torch.float64)
+    ratio_BV = p_BV / exponentials(settings.key, n_B, V)
     some_k, some_p = bool((k_B < V).any()), bool((top_p_B < 1.0).any())
-    total_B = p_BV.sum(-1, dtype=torch.float64) if some_p else limit_B
+    total_B = p_BV.sum(-1, dtype=torch.float64) if some_p else top_p_B.double()
     if some_k:
         largest_BK = p_BV.topk(int(k_B[k_B < V].max())).values
         last_B1 = (k_B.clamp(max=largest_BK.shape[1]) - 1).unsqueeze(-1)
@@ -267,34 +269,37 @@ def _draw(z_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
     token_B1 = ratio_BV.argmax(-1, keepdim=True)
     if not (some_k or some_p):
         return token_B1.squeeze(-1)
-    limit_B = torch.where(top_p_B < 1.0, total_B * top_p_B, limit_B)
+    limits = torch.where(top_p_B < 1.0, total_B * top_p_B, torch.inf), k_B
     # Equals with larger ids are not before v; to leave them in is cheaper and decides most rows.
     at_least_BV = (p_BV >= p_BV.gather(1, token_B1)).scatter_(1, token_B1, False)
-    row_R = _full(p_BV, at_least_BV, limit_B, k_B).nonzero().squeeze(-1)
+    full_B = _full(p_BV, at_least_BV, *limits, count=some_k)
+    if not bool(full_B.any()):
+        return token_B1.squeeze(-1)
+    row_R = full_B.nonzero().squeeze(-1)
     p_RV, ratio_RV, token_R1 = p_BV[row_R], ratio_BV[row_R], token_B1[row_R]
     ids_V = torch.arange(V, device=z_BV.device)
     while len(row_R):
         p_R1 = p_RV.gather(1, token_R1)
         before_RV = (p_RV > p_R1) | ((p_RV == p_R1) & (ids_V < token_R1))
-        left_R = _full(p_RV, before_RV, limit_B[row_R], k_B[row_R])
+        left_R = _full(p_RV, before_RV, *(x[row_R] for x in limits), count=some_k)
         row_R, p_RV = row_R[left_R], p_RV[left_R]
         ratio_RV = ratio_RV[left_R] * before_RV[left_R]
         token_B1[row_R] = token_R1 = ratio_RV.argmax(-1, keepdim=True)
     return token_B1.squeeze(-1)
 
 
-def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k_R: Tensor) -> Tensor:
+def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k_R: Tensor, *, count: bool) -> Tensor:
     """Whether the tokens of ``before_RV`` reach the limit of top-p or of top-k: (R, V) -> (R,).
 
     float32 would lose the tail of a large vocabulary, which decides. False at NaN.
     """
-    share_R = (p_RV * before_RV).sum(-1, dtype=torch.float64)
-    return (share_R >= limit_R) | (before_RV.sum(-1) >= k_R)
+    full_R = (p_RV * before_RV).sum(-1, dtype=torch.float64) >= limit_R
+    return full_R | (before_RV.sum(-1) >= k_R) if count else full_R
 
 
-def exponentials(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
+def exponentials(key_B: Tensor, n_B: Tensor, V: int) -> Tensor:
     """e of every token of token number n: (B, V), in float32."""
-    x_BV = random_words(seed_B, n_B, V).double()
+    x_BV = random_words(key_B, n_B, V).double()
     u_BV = x_BV.add_(2.0**31 + 0.5).mul_(-(2.0**-32)).float()  # -u, of float32 to the last bit
     return u_BV.clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
@@ -303,14 +308,19 @@ GOLDEN, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCE
 """The constants of SplitMix64 as signed numbers of 64 bits."""
 
 
-def random_words(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
+def seed_key(seed_B: Tensor) -> Tensor:
+    """h(seed + golden), what ``random_words`` takes: (B,) of int64."""
+    return _mix(seed_B + GOLDEN)
+
+
+def random_words(key_B: Tensor, n_B: Tensor, V: int) -> Tensor:
     """V random integers per row, each a function of seed, n and its number: (B, V) of int32.
 
     SplitMix64: h(x) is a bijection of 64 bits, and words 2 i and 2 i + 1 are the halves of
-    h(state + (i + 1) golden), with state = h(h(seed + golden) + n golden).
+    h(state + (i + 1) golden), with state = h(key + n golden) and key = h(seed + golden).
     """
-    state_B = _mix(_mix(seed_B + GOLDEN) + n_B * GOLDEN)
-    words_BP2 = _mix(state_B.unsqueeze(-1) + _counters(V // 2 + 1, seed_B.device)).view(torch.int32)
+    state_B = _mix(key_B + n_B * GOLDEN)
+    words_BP2 = _mix(state_B.unsqueeze(-1) + _counters(V // 2 + 1, key_B.device)).view(torch.int32)
     return words_BP2[:, :V]
 
 

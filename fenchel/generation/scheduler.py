@@ -2,13 +2,18 @@
 
     submit -> waiting -> reading -> row of the decoder -> tokens, one per step -> finish
 
-``turn`` does a part of the work: it reads at most a chunk of tokens of prompts, in the order of
-their arrival, and makes one step of all sequences (generation/decoder.py), so that no sequence
-waits for more than one chunk. While less than half of the rows are taken it reads up to
-``IDLE_CHUNKS`` times as many, since steps of a few rows take nearly as long as those of many. Short
-prompts that fit into a chunk are read together. A request that needs no token after its prompt
-(scores of a text) never decodes. Whoever calls ``turn`` owns the model: ``generate`` in a loop, a
-server in a thread (server/engine.py).
+``turn`` does a part of the work: it reads a chunk of tokens of prompts and makes one step of all
+sequences (generation/decoder.py), so that no sequence waits for more than one chunk. While less
+than half of the rows are taken it goes on reading for ``READ_SECONDS`` in all, since steps of a few
+rows take nearly as long as those of many. A request that needs no token after its prompt (scores of
+a text) never decodes. Whoever calls ``turn`` owns the model: ``generate`` in a loop, a server in a
+thread (server/engine.py).
+
+**Order.** Every other chunk is one of the prompt that was begun first, and those in between are of
+the prompt with the fewest tokens left; one that waits is begun there if it is less than half as
+long. So a short prompt waits for one chunk of long ones, and a long one has every other chunk.
+Short prompts that fit into a chunk are read together. The last free row is for the request that
+waits longest.
 
 **Draws** depend on the request alone: on its settings, its seed and the position of the token
 (generation/sampling.py).
@@ -56,8 +61,8 @@ from fenchel.generation.sampling import (
 )
 from fenchel.generation.text_stream import TextStream
 
-IDLE_CHUNKS = 4
-"""How many chunks of prompts are read at once while less than half of the rows are taken."""
+READ_SECONDS = 0.1
+"""How long prompts are read between two steps, a chunk at least, while few rows are taken."""
 SCORE_ENTRIES = 1 << 22
 """Logits that the scores of a prompt take at once: 16 MiB in float32."""
 
@@ -188,6 +193,17 @@ class _Reading:
     parts: list[list[int]]
     jobs: list[list[Job]]
 
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be read."""
+        return sum(map(len, self.parts))
+
+    @property
+    def promised(self) -> int:
+        """Rows that its requests will need beyond those of the prompts."""
+        unfinished = (sum(not job.finished for job in group) for group in self.jobs)
+        return sum(max(0, count - 1) for count in unfinished)
+
 
 class Scheduler:
     """Requests to a decoder; with a ``tokenizer`` tokens have text.
@@ -211,20 +227,23 @@ class Scheduler:
         self._on_finish = on_finish
         self._full: deque[Job] = deque()
         """Those whose newest tokens are to be read again."""
-        self._reading: _Reading | None = None
+        self._readings: list[_Reading] = []
+        """In the order of their beginning."""
+        self._shortest = False
+        """Whether the last chunk was of the prompt with the fewest tokens left."""
         self._launched: LaunchedStep | None = None
         self._settings: tuple[tuple[Job, ...], RowSampling] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.waiting or self.jobs or self._reading or self._full)
+        return bool(self.waiting or self.jobs or self._readings or self._full)
 
     def unfinished(self) -> Iterator[Job]:
         """Every job that was accepted and has not ended."""
         yield from list(self.jobs.values())
-        if self._reading is not None:
-            yield from (job for jobs in self._reading.jobs for job in jobs if not job.finished)
+        for reading in list(self._readings):
+            yield from (job for jobs in reading.jobs for job in jobs if not job.finished)
         yield from list(self._full)
         yield from list(self.waiting)
 
@@ -305,21 +324,20 @@ class Scheduler:
 
     def _read_prompts(self) -> int:
         """Read prompts, one chunk of tokens or several; returns how many tokens."""
-        tokens, idle = 0, bool(self.waiting or self._full or self._reading)
-        while idle:
-            read = self._read_chunk()
+        tokens, started = 0, time.monotonic()
+        while read := self._read_chunk():
             tokens += read
             few = 2 * len(self.jobs) < len(self.decoder.rows)
-            more = self._reading is not None or (self.waiting and self.decoder.free) or self._full
-            idle = bool(read and few and more and tokens < IDLE_CHUNKS * self.decoder.chunk)
+            if not few or time.monotonic() - started >= READ_SECONDS:
+                break
         return tokens
 
     def _read_chunk(self) -> int:
-        if self._reading is None:
-            self._reading = self._begin()
-            if self._reading is None:
-                return 0
-        reading, decoder, trace = self._reading, self.decoder, None
+        """Read a chunk of the prompts whose turn it is; returns how many tokens."""
+        reading = self._next_reading()
+        if reading is None:
+            return 0
+        decoder, trace = self.decoder, None
         jobs = [job for group in reading.jobs for job in group]
         now = [part[: decoder.chunk] if len(reading.parts) == 1 else part for part in reading.parts]
         last = len(now[0]) == len(reading.parts[0])
@@ -336,24 +354,42 @@ class Scheduler:
             if job.request.prompt_logprobs is not None and not job.finished:
                 self._score(job, hidden, start)
         if last:
-            self._reading = None
+            self._readings.remove(reading)
             self._enter(reading, hidden[-1:] if every else hidden, trace)
         elif all(job.finished for job in jobs):
+            self._readings.remove(reading)
             self._drop(reading)
-            self._reading = None
         return sum(map(len, now))
 
-    def _begin(self) -> _Reading | None:
-        """Take requests from the queue, as many as one chunk and the free rows hold."""
-        decoder = self.decoder
-        if self._full:
+    def _next_reading(self) -> _Reading | None:
+        """The prompts whose next chunk is to be read."""
+        while self._full:
             job = self._full.popleft()
             row, job.row = job.row, None  # the reading has it until the request decodes again
             assert row is not None
-            return _Reading([row], [decoder.slide(row, job.ids)], [[job]])
-        reading, alone, count = _Reading([], [], []), False, 0
-        while self.waiting and count < decoder.free + len(reading.rows):
-            job = self.waiting[0]
+            self._readings.append(_Reading([row], [self.decoder.slide(row, job.ids)], [[job]]))
+        self._shortest = not self._shortest
+        waiting, readings = list(self.waiting), self._readings
+        free = self.decoder.free - sum(reading.promised for reading in readings)
+        if not readings:
+            return self._begin(waiting, free)
+        if not self._shortest:
+            return readings[0]
+        shortest = min(readings, key=lambda reading: reading.left)
+        if free > 1:  # the last one is for the first of the queue
+            waiting.sort(key=lambda job: len(job.ids))
+            free -= 1
+        # One that is nearly as long may share its beginning, which is then not read twice.
+        if waiting and 2 * len(waiting[0].ids) < shortest.left:
+            return self._begin(waiting, free) or shortest
+        return shortest
+
+    def _begin(self, queue: Sequence[Job], free: int) -> _Reading | None:
+        """Take requests from the queue, as many as one chunk and the free rows hold."""
+        decoder, reading, alone, count = self.decoder, _Reading([], [], []), False, 0
+        for job in queue:
+            if count == free:
+                break
             prompt = job.ids[-decoder.context :]
             same = [jobs for jobs in reading.jobs if jobs[0].request.prompt == job.request.prompt]
             alone = alone or self._reads_alone(job.request)
@@ -376,9 +412,12 @@ class Scheduler:
                 reading.jobs.append([job])
                 if job.request.source is not None:
                     decoder.encode(row, job.request.source)
-            self.waiting.popleft()
+            self.waiting.remove(job)
             job.started, count = time.monotonic(), count + 1
-        return reading if reading.rows else None
+        if not reading.rows:
+            return None
+        self._readings.append(reading)
+        return reading
 
     def _reads_alone(self, request: Request) -> bool:
         """Whether no other prompt is read with this one."""
@@ -552,7 +591,13 @@ class Scheduler:
         if not traced:
             return None
         positions = self.decoder.view(bucket).key_positions if bucket else None
-        return PassTrace(self.decoder.model, traced, self.calibration, key_positions=positions)
+        return PassTrace(
+            self.decoder.model,
+            traced,
+            self.calibration,
+            key_positions=positions,
+            invariant=self.decoder.invariant,
+        )
 
     def _next_tokens(
         self,

@@ -48,7 +48,7 @@ def draw_token(
 ) -> None:
     """Draw token n + left of every row into ``token_B`` and, or -1, into ``marked_B``.
 
-    ``settings`` are temperature, top_p and min_p (float32), top_k and seed (int64).
+    ``settings`` are temperature, top_p and min_p (float32), top_k and key (int64).
     """
     B, V = z_BV.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
@@ -73,13 +73,6 @@ def _mix(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
-
-
-@triton.jit
-def _state(seed, n):  # type: ignore[no-untyped-def]
-    """What the random words of a token begin from."""
-    x = _mix(seed + 0x9E3779B97F4A7C15)
-    return _mix(x + n.to(tl.uint64) * 0x9E3779B97F4A7C15)
 
 
 @triton.jit
@@ -115,7 +108,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
     top_p_ptr,
     min_p_ptr,
     top_k_ptr,
-    seed_ptr,
+    key_ptr,
     n_ptr,
     left_ptr,
     token_ptr,
@@ -136,8 +129,9 @@ def _draw_token(  # type: ignore[no-untyped-def]
     top_p = tl.load(top_p_ptr + b)
     min_p = tl.load(min_p_ptr + b)
     k = tl.load(top_k_ptr + b).to(tl.int32)
-    seed = tl.load(seed_ptr + b).to(tl.uint64, bitcast=True)
-    state = _state(seed, tl.load(n_ptr + b) + tl.load(left_ptr + b))
+    state = tl.load(key_ptr + b).to(tl.uint64, bitcast=True)
+    n = tl.load(n_ptr + b) + tl.load(left_ptr + b)
+    state = _mix(state + n.to(tl.uint64) * 0x9E3779B97F4A7C15)
 
     best = tl.full((BLOCK,), low, tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)

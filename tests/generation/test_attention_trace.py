@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import attend
-from fenchel.generation import Decoder, KVCache
+from fenchel.generation import Decoder, GenerationSettings, KVCache, Sampling, Scheduler
 from fenchel.generation.attention_trace import (
     LayerTrace,
     PassTrace,
@@ -20,6 +20,7 @@ from fenchel.generation.attention_trace import (
     TraceAttention,
     TracedRow,
     TraceSettings,
+    _sensitivity_json,
     trace_settings,
     trace_text,
 )
@@ -109,6 +110,9 @@ def require_layer(model: Transformer, found: LayerTrace, p: np.ndarray, top: int
     assert bounds.upper >= max(norms) * (1 - 1e-4) - 1e-6
     assert bounds.upper <= bounds.lower * 1.0001 + 1e-6
     assert norms[bounds.head] == pytest.approx(max(norms), rel=1e-3, abs=1e-6)
+    written = _sensitivity_json(found)
+    assert written["lower"] <= bounds.lower <= bounds.upper <= written["upper"]
+    assert written["upper"] - written["lower"] <= bounds.upper - bounds.lower + 2e-5
 
 
 def require_trace(model: Transformer, ids: list[int], token: int, found: TokenTrace) -> None:
@@ -282,3 +286,25 @@ def test_the_weights_per_token_are_bounded() -> None:
     assert trace_settings({"attention": {"top": 64}}, large).attention is not None
     with pytest.raises(ValueError, match="weights per token"):
         trace_settings({"attention": {"top": 64, "heads": "all"}}, large)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "entmax", "alibi", "sinks in a window"])
+def test_with_invariant_the_other_rows_change_no_bit_of_a_trace(name: str, lively: Build) -> None:
+    model = lively(vocabulary=300, context=64, **SHAPES[name])
+    settings = GenerationSettings(
+        max_new_tokens=8, sampling=Sampling(temperature=0.0), trace=EVERYTHING
+    )
+
+    def traces(*others: int) -> list[TokenTrace | None]:
+        scheduler = Scheduler(Decoder(model, rows=8, invariant=True))
+        found: list[TokenTrace | None] = []
+        for length in others:
+            scheduler.submit(settings.request(range(1, length)), lambda _: None)
+        scheduler.submit(
+            settings.request((5, 6, 7)), lambda update: found.extend(t.trace for t in update.tokens)
+        )
+        while scheduler.busy:
+            scheduler.turn()
+        return found
+
+    assert traces() == traces(9, 21, 40)

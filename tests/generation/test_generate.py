@@ -301,3 +301,14 @@ def test_a_model_that_cannot_continue_a_text_is_refused(lively: Build, prompts: 
         generate(lively(kind="encoder-decoder"), prompts(1, 3), max_new_tokens=1)
     with pytest.raises(ValueError, match="an encoder reads whole texts"):
         generate(lively(kind="encoder"), prompts(1, 3), max_new_tokens=1)
+
+
+def test_prompts_are_tensors_or_lists_of_ids(lively: Build) -> None:
+    model, greedy = lively(), {"max_new_tokens": 3, "temperature": 0.0}
+    lists: list[list[int]] = [[1, 2, 3], [4]]
+    found = generate(model, lists, **greedy)  # type: ignore[arg-type]
+    wanted = generate(model, [torch.tensor(ids) for ids in lists], **greedy)  # type: ignore[arg-type]
+    assert [row.tolist() for row in found] == [row.tolist() for row in wanted]
+    for text in ("the sea", ["the", "sea"]):
+        with pytest.raises(ValueError, match="encode a text by its tokenizer"):
+            generate(model, text, max_new_tokens=1)

@@ -27,6 +27,7 @@ from fenchel.generation.sampling import (
     exponentials,
     random_words,
     resolve_sampling,
+    seed_key,
 )
 
 
@@ -167,6 +168,11 @@ def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
         Penalties(Sampling(logit_bias=((4, 1.0),)), torch.zeros(1, 4, dtype=torch.bool))
 
 
+def test_the_bias_of_a_token_may_be_a_whole_number() -> None:
+    penalties = Penalties(Sampling(logit_bias=((1, -3),)), torch.zeros(1, 3, dtype=torch.bool))
+    assert penalties.apply(torch.ones(1, 3)).tolist() == [[1.0, -2.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -221,7 +227,7 @@ def test_the_draw_is_that_of_the_sorted_distribution(rows: str, restricted: dict
     kept = filter_probabilities(w, sampling)
     for seed in range(8):
         n = torch.full((len(z),), 3)
-        e = exponentials(torch.arange(seed, seed + len(z)), n, z.shape[1])
+        e = exponentials(seed_key(torch.arange(seed, seed + len(z))), n, z.shape[1])
         assert torch.equal(sample(z, sampling, seed, 3), (kept / e).argmax(-1))
 
 
@@ -240,7 +246,7 @@ def test_a_draw_among_ties_is_that_of_the_tokens_that_stay(
     p = torch.tensor([levels]).exp2()
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     stay = slowly(p[0].tolist(), sampling)
-    e = exponentials(torch.tensor([seed]), torch.tensor([0]), len(levels))[0]
+    e = exponentials(seed_key(torch.tensor([seed])), torch.tensor([0]), len(levels))[0]
     w = (p[0] / p.max()).tolist()
     expected = max(stay, key=lambda i: w[i] / float(e[i]))
     assert sample(p.log(), sampling, seed).tolist() == [expected]
@@ -259,12 +265,12 @@ def test_random_words_are_those_of_splitmix64() -> None:
         state = mix(mix(seed + golden & word) + n * golden & word)
         pairs = [mix(state + (i + 1) * golden & word) for i in range(V)]
         halves = [half for x in pairs for half in (x & 0xFFFFFFFF, x >> 32)][:V]
-        found = random_words(torch.tensor([seed]), torch.tensor([n]), V)[0]
+        found = random_words(seed_key(torch.tensor([seed])), torch.tensor([n]), V)[0]
         assert [x & 0xFFFFFFFF for x in found.tolist()] == halves
 
 
 def test_exponential_variables_have_their_distribution() -> None:
-    e = exponentials(torch.arange(40), torch.arange(40), 500)
+    e = exponentials(seed_key(torch.arange(40)), torch.arange(40), 500)
     assert bool((e > 0).all())
     assert e.mean().item() == pytest.approx(1.0, abs=0.03)
     assert (e > 1.0).double().mean().item() == pytest.approx(math.exp(-1.0), abs=0.015)
@@ -272,7 +278,9 @@ def test_exponential_variables_have_their_distribution() -> None:
 
 def test_neighbouring_seeds_positions_and_tokens_are_not_correlated() -> None:
     """Correlations of 40,000 pairs are below five standard deviations."""
-    e = exponentials(torch.arange(200).repeat_interleave(4), torch.arange(4).repeat(200), 50)
+    e = exponentials(
+        seed_key(torch.arange(200)).repeat_interleave(4), torch.arange(4).repeat(200), 50
+    )
     x = e.view(200, 4, 50).clamp(max=5.0)
     x = (x - x.mean()) / x.std()
     pairs = [(x[1:], x[:-1]), (x[:, 1:], x[:, :-1]), (x[..., 1:], x[..., :-1])]
