@@ -27,6 +27,9 @@ torch.nn.Module._forward_hooks, _forward_pre_hooks
 torch.nn.modules.module._global_forward_hooks, _global_forward_pre_hooks
     Whether a module may be bypassed while decoding: its own hooks, and those of all modules. Hooks
     can be added and removed by public names, not listed.
+torch._C.DisableTorchFunctionSubclass
+    Functions of a tensor of a subclass as if it were plain, for its shape and dtype. There is no
+    public name.
 torch._C._current_graph_task_id
     Whether a backward pass is under way, in which a forward pass is a recomputation of one that
     hooks have seen. There is no public name.
@@ -45,6 +48,8 @@ torch.testing._internal.distributed.fake_pg.FakeStore, torch._subclasses.fake_te
 torch.utils._python_dispatch.TorchDispatchMode
     A process group that sends nothing, tensors without memory, and a record of the collectives: a
     model divided among any number of ranks is tried in one process. There are no public names.
+torch._subclasses.fake_tensor.FakeTensor
+    Whether a tensor is one of those without memory, so that no solver reads its numbers.
 
 What differs between versions, and what fenchel does about it:
 
@@ -71,6 +76,8 @@ VERSIONS = ">=2.11,<2.16"
 """The versions of torch that the tests run on; the range of pyproject.toml."""
 
 try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
     foreach_add_ = torch._foreach_add_
     foreach_copy_ = torch._foreach_copy_
     foreach_lerp = torch._foreach_lerp
@@ -82,6 +89,7 @@ try:
     _all_transforms = torch._C._functorch.get_interpreter_stack
     _REVERSE = torch._C._functorch.TransformType.Grad
     _FORWARD = torch._C._functorch.TransformType.Jvp
+    without_subclasses = torch._C.DisableTorchFunctionSubclass
     _backward_pass = torch._C._current_graph_task_id
     _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
     _of_all_modules = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
@@ -91,6 +99,16 @@ except AttributeError as error:
     ) from error
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
+def has_no_values(t: Tensor) -> bool:
+    """Whether t is a shape alone: on the device "meta", or of FakeTensorMode."""
+    return t.is_meta or isinstance(t, FakeTensor)
+
+
+def autocast_enabled(device: str) -> bool:
+    """Whether torch.autocast is on for a type of device; "meta" has none."""
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
@@ -231,8 +249,6 @@ def simulated_ranks(ranks: int) -> Iterator[None]:
 
 def tensors_without_values() -> AbstractContextManager[object]:
     """Context manager: tensors have shape, dtype and device, and neither values nor memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

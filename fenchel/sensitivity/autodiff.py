@@ -8,19 +8,24 @@ both directions of the same function.
 
 f is a function of one tensor, of several (then x is a tuple), or a module. What it returns may be
 a tensor, a tuple that begins with one, or a Hugging Face output, of which ``logits`` or
-``last_hidden_state`` is taken. A Hugging Face model receives x as ``inputs_embeds``.
+``last_hidden_state`` is taken. A Hugging Face model receives x as ``inputs_embeds``, and
+torch.nn.MultiheadAttention one x as queries, keys and values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any, final
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.sensitivity.operator import Operator, Space, Tensors
+from fenchel.torch_internals import carries_tangents
 
 Function = Callable[..., Any]
 _OUTPUTS = ("logits", "last_hidden_state")
@@ -43,13 +48,14 @@ class Jacobian(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """J v, one forward-mode pass per vector."""
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        _load_forward_mode()
+        with torch.no_grad(), plain_kernels():
             moves = [torch.func.jvp(self.f, self.x, self._parts(move))[1] for move in v]
         return self.codomain.flatten([torch.stack(moves)])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u, one reverse-mode pass per vector."""
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad(), plain_kernels():
             backs = [self._pull(self.codomain.unflatten(gradient[None])[0][0]) for gradient in u]
         return self.domain.flatten([torch.stack(parts) for parts in zip(*backs, strict=True)])
 
@@ -60,6 +66,27 @@ class Jacobian(Operator):
     def _pull(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(self.f, *self.x)[1]
         return pull
+
+
+@cache
+def _load_forward_mode() -> None:
+    """torch loads its rules at the first dual number, with a DeprecationWarning about its own."""
+    if not carries_tangents():
+        with catch_warnings(), forward_ad.dual_level():
+            simplefilter("ignore", DeprecationWarning)
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Attention by torch's plain kernels: the fused ones have no forward or second derivative."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention, encoder layers
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def jacobian(f: Function, x: Tensors, *, batch: int = 0) -> Jacobian:
@@ -107,6 +134,8 @@ def tensor_function(f: Function) -> Function:
         raise ValueError(
             "f applies dropout at random, so it has no single derivative; call f.eval() first."
         )
+    if isinstance(f, nn.MultiheadAttention):  # a function of one tensor where it is self-attention
+        return lambda *x: f(*(x * 3 if len(x) == 1 else x), need_weights=False)[0]
     embeds = isinstance(f, nn.Module) and "inputs_embeds" in signature(f.forward).parameters
 
     def call(*x: Tensor) -> Tensor:
@@ -129,6 +158,6 @@ def _tensor(y: Any) -> Tensor:
 
 
 def _evaluate(f: Function, x: tuple[Tensor, ...]) -> Tensor:
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), plain_kernels():
         y: Tensor = f(*x)
     return y

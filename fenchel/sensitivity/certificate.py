@@ -5,8 +5,14 @@
 ``lower`` is attained at a point X' of the ball, the witness. ``upper`` is the layer's bound over
 the ball (fenchel/sensitivity/layers.py). |J|_2 is the spectral norm between token matrices under
 the Frobenius norm, so ``upper`` is a Lipschitz constant on the ball, which is convex. The ball is
-measured in the Frobenius norm ("fro") or per token ("token"). For a function that is neither a
-layer nor a torch module with a known layer, nothing is proved and ``upper`` is infinite.
+measured in the Frobenius norm ("fro") or per token ("token").
+
+The layers of a torch module are read off by running it (fenchel/sensitivity/module_trace.py) and
+compared with the module itself; a module with a part that is not known is refused, by the name of
+that part. For a function that is neither a layer nor a module nothing is proved: ``upper`` is
+infinite, and ``lower`` comes from its derivatives.
+
+Both ends of a layer or module are computed in float64, whatever the dtype of x.
 
 The witness is computed by ascent. sigma(X) = |J(X)|_2 has, where the top singular value is simple,
 the gradient
@@ -29,13 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 
 from fenchel.files import write_atomic
-from fenchel.sensitivity.autodiff import jacobian, point, tensor_function
+from fenchel.sensitivity.autodiff import jacobian, plain_kernels, point, tensor_function
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
-from fenchel.sensitivity.layers import SelfAttention, layer_of
+from fenchel.sensitivity.layers import SelfAttention, with_dtype
+from fenchel.sensitivity.module_trace import KNOWN, Refused, layer_of, require_agreement
 from fenchel.sensitivity.norms import unit_rows
 from fenchel.sensitivity.operator import Operator
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
@@ -112,7 +118,7 @@ def _random(X: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def sigma_gradient(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """The gradient of <u, J(X) v> in X, for flat u and v; 0 where f is linear."""
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), plain_kernels():
         Y = X.detach().clone().requires_grad_()
         out = tensor_function(f)(Y)
         (back,) = torch.autograd.grad(out, Y, u.view_as(out), create_graph=True)
@@ -164,11 +170,12 @@ class Certificate:
 
     def replay(self, f: Callable[..., Any], *, failure: float = 1e-9) -> Bracket:
         """Measure ``f`` at the witness again; raises if the certificate does not hold there."""
-        moves = self.witness - self.centre
-        ball = Ball.of(self.radius, self.norm, len(self.centre))
+        call, witness = token_function(f, self.witness)
+        moves = witness - self.centre.view_as(witness)
+        ball = Ball.of(self.radius, self.norm, len(witness))
         if float((ball.within(moves) - moves).norm()) > 1e-6 * (1.0 + self.radius):
             raise ValueError("the witness lies outside the ball of this certificate.")
-        bracket = spectral_norm(_derivative(f)(self.witness), failure=failure, tol=1e-6)
+        bracket = spectral_norm(_derivative(call)(witness), failure=failure, tol=1e-6)
         if float(bracket.upper) < self.lower * (1 - 1e-6) or float(bracket.lower) > self.upper:
             raise ValueError(
                 f"this certificate has {self.lower:.6g} to {self.upper:.6g}, and f measures "
@@ -196,6 +203,7 @@ class Certificate:
             raise ValueError(f"{path} is not a certificate: {error}.") from error
 
 
+@torch.no_grad()  # a prior may learn; the ascent turns gradients on where it needs them
 def certify(
     f: Callable[..., Any],
     x: Tensor,
@@ -209,28 +217,77 @@ def certify(
 ) -> Certificate:
     """Bound the sensitivity of ``f`` at every x' within ``radius`` of x (N, M), from both sides.
 
-    ``f`` is a layer of fenchel.sensitivity.layers, a module of torch.nn, or any function of one
-    tensor. ``steps`` of ascent are taken from the centre, along the top singular vector, from the
-    witness families for attention, and from the best ``restarts`` of many random points.
+    ``f`` is a layer of fenchel.sensitivity.layers, a torch module, or any function of one tensor,
+    for which ``upper`` is infinite. A module with a part for which no bound is known is refused
+    with a ValueError that names the part. Where f takes a batch of sequences, it receives x as a
+    batch of one; x may be given as (1, N, M). ``steps`` of ascent are taken from the centre, along
+    the top singular vector, from the witness families for attention, and from the best
+    ``restarts`` of many random points.
 
     >>> certificate = certify(torch.nn.Tanh(), torch.ones(2, 3), radius=0.1)
     >>> 0.42 < certificate.lower <= certificate.upper < 0.5  # 1 - tanh(x)^2 is 0.42 at the centre
     True
     """
-    (x,) = point(x)
-    if x.dim() != 2:
-        raise ValueError(f"a certificate is about one sequence (N, M), got shape {tuple(x.shape)}.")
+    (given,) = point(x)
+    call, x = token_function(f, given)
     ball, inside = (Ball.of(r, norm, len(x)) for r in (radius, _rounded_radius(radius, x)))
-    layer = layer_of(f)
-    estimator = NormEstimator(failure, generator)
-    upper = math.inf if layer is None else layer.ball_bound(x, ball, estimator).upper
-    derivative = _derivative(f)
+    layer = f if isinstance(f, TokenLayer) else None
+    if isinstance(f, nn.Module):
+        try:
+            layer = layer_of(f, call, x)
+            require_agreement(layer, call, x, ball, generator)
+        except Refused as reason:
+            raise ValueError(
+                f"no upper bound is known: {reason}. Known are {KNOWN}; certify(lambda x: f(x), "
+                "...) gives the lower end alone."
+            ) from reason.__cause__
+    estimator, upper = NormEstimator(failure, generator), math.inf
+    derivative = precise = _derivative(call if layer is None else layer)
+    wide = x
+    if layer is not None:
+        exact: TokenLayer = with_dtype(layer, torch.float64, x.dtype)
+        wide, precise = x.double(), exact.jacobian
+        upper = exact.ball_bound(wide, ball, estimator).upper
     starts = _starts(layer, derivative, x, inside, restarts, generator)
-    function = layer if layer is not None else f
+    function = call if layer is None else layer
     peak = ascend(function, derivative, x, inside, starts, steps=steps, generator=generator)
-    sigma = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator).lower
-    lower = float(sigma) * (1.0 - ROUNDING * torch.finfo(x.dtype).eps)
-    return Certificate(lower, upper, radius, peak.X, norm, x, estimator.spent)
+    sigma = spectral_norm(precise(peak.X.to(wide)), tol=1e-6, generator=generator).lower
+    lower = float(sigma) * (1.0 - ROUNDING * torch.finfo(wide.dtype).eps)
+    witness = peak.X.view_as(given)
+    return Certificate(lower, upper, radius, witness, norm, given, estimator.spent)
+
+
+def token_function(f: Callable[..., Any], x: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """f as a function of one sequence (N, M), and x as one; f may take a batch of one."""
+    if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
+        raise ValueError(
+            f"a certificate is about one sequence (N, M) or (1, N, M), got shape {tuple(x.shape)}."
+        )
+    if isinstance(f, TokenLayer):
+        return f, x[0] if x.dim() == 3 else x
+    function = tensor_function(f)
+
+    def batched(X: Tensor) -> Tensor:
+        y: Tensor = function(X[None])
+        if y.dim() < 2 or len(y) != 1:
+            raise ValueError(f"a batch of one sequence gives shape {tuple(y.shape)}.")
+        return y[0]
+
+    if x.dim() == 3:
+        return batched, x[0]
+    with torch.no_grad():
+        try:
+            function(x.clone())
+        except Exception as error:
+            try:
+                batched(x.clone())
+            except Exception:  # the sentence about the tokens as they were given says more
+                raise ValueError(
+                    f"f is called with one sequence {tuple(x.shape)}, and with a batch of one; it "
+                    f"takes neither ({type(error).__name__}: {error})."
+                ) from error
+            return batched, x
+    return function, x
 
 
 def _rounded_radius(radius: float, x: Tensor) -> float:
@@ -240,9 +297,8 @@ def _rounded_radius(radius: float, x: Tensor) -> float:
 
 
 def _derivative(f: Callable[..., Any]) -> Callable[[Tensor], Operator]:
-    """X -> the Jacobian of f at X; that of its layer where f has one."""
-    layer = layer_of(f)
-    return (lambda X: jacobian(f, X)) if layer is None else layer.jacobian
+    """X -> the Jacobian of f at X."""
+    return f.jacobian if isinstance(f, TokenLayer) else (lambda X: jacobian(f, X))
 
 
 def _starts(

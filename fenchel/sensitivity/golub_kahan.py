@@ -53,6 +53,7 @@ bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximat
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.operator import Matrix, Operator, Scaled
 from fenchel.sensitivity.rounding import above
 
@@ -144,14 +146,17 @@ class Basis:
 
 
 def spectral_norm(
-    J: Operator | Tensor,
+    J: Operator | Tensor | Callable[..., Any],
+    x: Tensor | Sequence[Tensor] | None = None,
     *,
     tol: float = 1e-4,
     failure: float = 1e-6,
     iterations: int = 100,
     generator: torch.Generator | None = None,
 ) -> Bracket:
-    """A bracket of the largest singular value of J.
+    """A bracket of the largest singular value of J, an operator or a matrix.
+
+    ``spectral_norm(f, x)`` is that of ``jacobian(f, x)``, for a module or any function f.
 
     Stops when upper / lower <= 1 + tol for every operator of the batch, or after ``iterations``
     pairs of products; then the operator's own ceiling, where it has one, may still lower ``upper``.
@@ -161,7 +166,15 @@ def spectral_norm(
     >>> round(float(bracket.lower), 4), round(float(bracket.upper), 4)
     (3.0, 3.0)
     """
-    J = Matrix(J) if isinstance(J, Tensor) else J
+    if x is not None:
+        J = jacobian(J, x)  # type: ignore[arg-type]
+    elif isinstance(J, Tensor):
+        J = Matrix(J)
+    elif not isinstance(J, Operator):
+        raise ValueError(
+            f"spectral_norm takes an operator or a matrix, got {type(J).__name__}; the Jacobian of "
+            "a function at x is jacobian(f, x), and its norm spectral_norm(f, x)."
+        )
     _check(J, tol, failure, iterations)
     quickest = _quickest(J, tol)
     run = _converged(quickest, tol, failure, iterations, generator)
@@ -398,7 +411,7 @@ class _Bidiagonalisation:
 
 
 def _array(x: Tensor) -> Array:
-    array: Array = x.cpu().numpy()
+    array: Array = x.detach().cpu().numpy()
     return array
 
 

@@ -36,14 +36,19 @@ Upper bounds multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' -
 variation. A skip connection adds one to the upper bound and nothing to the variation. So a network
 has its own variation, and its norm at the centre plus that variation is an upper bound; the
 product of the upper bounds is another, and the smaller one is used.
+
+Rounding. The centre of a layer inside a chain is a computed one. Every layer bounds the distance of
+its computed output from the exact one (``rounding``), by the usual rule for sums of n products,
+|error| <= (n + c) eps (|X| |W| + |b|), and by its own gain for what its steps add up to.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from fenchel.attention import Angles, AttentionSpec, Prior, attend, rotate
@@ -283,13 +288,41 @@ class SelfAttention(TokenLayer):
             upper, variation, token = (float(outward(lengths(part), len(part))) for part in bounds)
         else:  # heads are summed
             upper, variation, token = (float(outward(part.sum(), len(part))) for part in bounds)
+        rounding = self.rounding(X)
         if self.qk_norm is not None:  # B needs affine queries and keys
-            return BallBound(upper, 2.0 * upper, token)
-        return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token))
+            return BallBound(upper, 2.0 * upper, token, rounding)
+        return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token, rounding))
+
+    def rounding(self, X: Tensor) -> float:
+        """By the errors of q, k and v, of scores, and the Lipschitz constant of the weights."""
+        eps, N = torch.finfo(X.dtype).eps, len(X)
+        lost, sizes = [], []
+        affine, whole = self._affine(X), self._qkv(X)
+        for at, (W, b) in enumerate(zip(self._weights, self.biases, strict=True)):
+            error = _product_error(X, W, None if b is None else b.unsqueeze(-2))
+            if self.qk_norm is not None and at < 2:
+                error = self.qk_norm[at].gain(affine[at], error).double() * error
+            size = lengths(whole[at].double())
+            lost.append(float((error + 4.0 * (W.shape[-1] + 16) * eps * size).amax()))
+            sizes.append(float(size.amax()))
+        scale = 1.0 / math.sqrt(self.W_Q.shape[-1]) if self.scale is None else abs(self.scale)
+        scores = scale * (lost[0] * (sizes[1] + lost[1]) + sizes[0] * lost[1])
+        scores += 4.0 * (self.W_Q.shape[-1] + 16) * eps * scale * sizes[0] * sizes[1]
+        if self.prior is not None:
+            log = self.prior.log(N, N, H=self._heads, device=X.device, dtype=X.dtype).detach()
+            scores += 8.0 * eps * float(log.masked_fill(log.isinf(), 0.0).abs().amax())
+        steep = float(torch.as_tensor(self.choice.lipschitz(N)).amax())
+        weights = min(2.0, N * steep * scores + 64.0 * (N + 16) * eps)
+        total = (weights * sizes[2] + lost[2]) * math.sqrt(N * self._heads)
+        if self.W_O is None:
+            return total * (1.0 + 1e-6)
+        joined = attend(*whole, **self._spec).transpose(-3, -2).flatten(-2)
+        after = lengths(_product_error(joined, self.W_O, self.bias))
+        return (total * float(linear(self.W_O)) + float(after)) * (1.0 + 1e-6)
 
     def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
         """Bounds per head, each with its own rows of W_O; computed in float64."""
-        layer: SelfAttention = _double(self)
+        layer: SelfAttention = with_dtype(self, torch.float64)
         x = project(X.double(), *layer._weights)
         q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in layer._qkv(X.double()))
         x = x._replace(q=q, k=k, v=v, rotations=layer.rotations)
@@ -384,10 +417,21 @@ class NormLayer(TokenLayer):
         gain = self.gain(X, ball.token)
         upper = float(gain.amax())
         size = 1.0 if self.weight is None else float(self.weight.abs().amax())
+        rounding = self.rounding(X)
         if size == 0.0 or ball.token == 0.0:
-            return BallBound(upper, 0.0, upper)
+            return BallBound(upper, 0.0, upper, rounding)
         steep = outward(2.0 * gain.double().amax() / size, X.shape[-1]) / (3.0 * X.shape[-1]) ** 0.5
-        return BallBound(upper, min(float(steep) * upper * ball.token, 2.0 * upper), upper)
+        varied = min(float(steep) * upper * ball.token, 2.0 * upper)
+        return BallBound(upper, varied, upper, rounding)
+
+    def rounding(self, X: Tensor) -> float:
+        """What the mean loses counts as a move of the token; the rest is relative."""
+        eps = 4.0 * (X.shape[-1] + 16) * torch.finfo(X.dtype).eps
+        move = eps * lengths(X.double())
+        error = self.gain(X, move).double() * move + eps * lengths(self(X).double())
+        if self.bias is not None:
+            error = error + eps * lengths(self.bias.double())
+        return float(lengths(error))
 
 
 @final
@@ -409,7 +453,42 @@ class LinearLayer(TokenLayer):
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """|W|_2, the same everywhere."""
         size = float(linear(self.W))
-        return BallBound(size, 0.0, size)
+        rounding = float(lengths(_product_error(X, self.W, self.b)))
+        return BallBound(size, 0.0, size, rounding)
+
+
+def _product_error(X: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+    """A bound on the rounding of each row of X W + b, in float64: (N, M) -> (..., N)."""
+    terms = X.double().abs() @ W.double().abs()
+    terms = terms if b is None else terms + b.double().abs()
+    return lengths(terms) * (2.0 * (X.shape[-1] + 8) * torch.finfo(X.dtype).eps)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ElementwiseAffine(TokenLayer):
+    """X -> weight X + bias, entry by entry: numbers, rows (M,) or matrices (N, M)."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., N, M) -> (..., N, M)."""
+        Y = X if self.weight is None else X * self.weight.to(X)
+        return Y if self.bias is None else Y + self.bias.to(X)
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """Multiplication by the weight."""
+        weight = X.new_ones(()) if self.weight is None else self.weight.to(X)
+        return Diagonal(weight.expand(X.shape))
+
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
+        """The largest weight, the same everywhere."""
+        size = 1.0 if self.weight is None else float(outward(self.weight.double().abs().amax()))
+        terms = X.double().abs() * (1.0 if self.weight is None else self.weight.double().abs())
+        terms = terms if self.bias is None else terms + self.bias.double().abs()
+        eps = torch.finfo(X.dtype).eps
+        return BallBound(size * (1.0 + 2.0 * eps), 0.0, size, 8.0 * eps * float(terms.norm()))
 
 
 @final
@@ -431,7 +510,9 @@ class ActivationLayer(TokenLayer):
         """The largest slope within the ball, and the largest change of a slope."""
         low, here, high = slope_range(self.name, X, ball.token)
         upper = float(torch.maximum(low.abs(), high.abs()).amax())
-        return BallBound(upper, float(torch.maximum(high - here, here - low).amax()), upper)
+        varied = float(torch.maximum(high - here, here - low).amax())
+        terms = lengths(X.double().flatten()) + lengths(self(X).double().flatten())
+        return BallBound(upper, varied, upper, float(32.0 * torch.finfo(X.dtype).eps * terms))
 
 
 @final
@@ -461,7 +542,8 @@ class GatedLayer(TokenLayer):
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """The largest |J| + |diag(d) W_G^T| + |diag(e) W_U^T| of a token, in float64."""
-        layer: GatedLayer = _double(self)
+        layer: GatedLayer = with_dtype(self, torch.float64)
+        rounded = self._rounding(X)
         X = X.double()
         g, u = layer._parts(X)
         W_G, W_U = layer.W_G.mT, layer.W_U.mT
@@ -481,7 +563,24 @@ class GatedLayer(TokenLayer):
             moved = spectral(d_i.unsqueeze(-1) * W_G) + spectral(e_i.unsqueeze(-1) * W_U) + lost
             bounds.append(torch.stack((spectral(parts[0] + parts[1]) + moved, moved)))
         upper, variation = outward(torch.stack(bounds), sum(W_G.shape)).amax(0).tolist()
-        return BallBound(upper, variation, upper)
+        return BallBound(upper, variation, upper, rounded)
+
+    def _rounding(self, X: Tensor) -> float:
+        """|a(g + dg) (u + du) - a(g) u| for the errors dg and du of X W_G and X W_U."""
+        eps = torch.finfo(X.dtype).eps
+        g, u = (part.double() for part in self._parts(X))
+        dg, du = (
+            2.0 * (X.shape[-1] + 8) * eps * (X.double().abs() @ W.double().abs() + offset)
+            for W, offset in (
+                (W, 0.0 if b is None else b.double().abs())
+                for W, b in zip((self.W_G, self.W_U), self.biases, strict=True)
+            )
+        )
+        low, _, high = slope_range(self.name, g, dg)
+        a = _FUNCTIONS[self.name](g)
+        steep = torch.maximum(low.abs(), high.abs())
+        da = steep * dg + 32.0 * eps * (a.abs() + g.abs())
+        return float(lengths((da * (u.abs() + du) + a.abs() * du + eps * (a * u).abs()).flatten()))
 
     def _parts(self, X: Tensor) -> tuple[Tensor, Tensor]:
         g, u = (
@@ -491,51 +590,68 @@ class GatedLayer(TokenLayer):
         return g, u
 
 
-def _double(value: Any) -> Any:
-    """A layer, a tuple or a tensor with all tensors in float64; other values as they are."""
+def with_dtype(value: Any, dtype: torch.dtype, source: torch.dtype | None = None) -> Any:
+    """A layer, a tuple or a tensor with all floating tensors in ``dtype``; others as they are.
+
+    ``source`` is the dtype in which the layer is used, that of its weights by default: the eps of
+    an RMSNorm without one is that of its dtype.
+    """
     if isinstance(value, Tensor):
-        return value.double()
+        return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(map(_double, value))
-    if not isinstance(value, SelfAttention | NormLayer | GatedLayer):
+        return tuple(with_dtype(part, dtype, source) for part in value)
+    if not isinstance(value, TokenLayer) or not is_dataclass(value):
         return value
-    changes = {field.name: _double(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, NormLayer) and value.weight is not None:
-        changes["eps"] = value._eps(value.weight)  # None would be the eps of float64
-    return replace(value, **changes)
+    parts = {f.name: with_dtype(getattr(value, f.name), dtype, source) for f in fields(value)}
+    if isinstance(value, NormLayer):
+        like = value.weight if source is None else torch.empty(0, dtype=source)
+        parts["eps"] = value.eps if like is None else value._eps(like)
+    return replace(value, **parts)
 
 
 @final
 @dataclass(frozen=True)
 class Residual(TokenLayer):
-    """X -> X + scale (the sum of branches), each a function of X: several are parallel branches."""
+    """X -> skip X + scale (the sum of branches), each a function of X: several are parallel."""
 
     branch: TokenLayer
     parallel: tuple[TokenLayer, ...] = ()
     scale: float = 1.0
+    skip: float = 1.0
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
         total = self.branch(X)
         for branch in self.parallel:
             total = total + branch(X)
-        return X + self.scale * total
+        total = self.scale * total
+        return total if self.skip == 0.0 else self.skip * X + total
 
     def jacobian(self, X: Tensor) -> Operator:
-        """I + scale times the sum of the J of the branches."""
-        J = identity(X)
-        for branch in (self.branch, *self.parallel):
-            part = branch.jacobian(X)
-            J = J + (part if self.scale == 1.0 else Scaled(part, self.scale))
+        """skip I + scale times the sum of the J of the branches."""
+        parts = [] if self.skip == 0.0 else [_scaled(identity(X), self.skip)]
+        branches = (self.branch, *self.parallel)
+        parts += [_scaled(branch.jacobian(X), self.scale) for branch in branches]
+        J = parts[0]
+        for part in parts[1:]:
+            J = J + part
         return J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """The sum of the bounds of the branches plus one, and of their variations."""
-        bound, size = IDENTITY, abs(self.scale)
+        """The sum of the bounds of the branches and of the skip, and of their variations."""
+        bound, size = BallBound(abs(self.skip), 0.0, abs(self.skip)), abs(self.scale)
+        terms = abs(self.skip) * float(X.double().norm())
         for branch in (self.branch, *self.parallel):
             inner = branch.ball_bound(X, ball, estimator)
             bound = bound.plus(BallBound(*(size * end for end in inner)))
+            terms += size * float(branch(X).double().norm())
+        rounding = 4.0 * (len(self.parallel) + 3) * torch.finfo(X.dtype).eps * terms
+        bound = bound._replace(rounding=bound.rounding + rounding)
         return estimator.from_centre(self.jacobian(X), bound)
+
+
+def _scaled(J: Operator, factor: float) -> Operator:
+    return J if factor == 1.0 else Scaled(J, factor)
 
 
 @final
@@ -567,43 +683,6 @@ class Chain(TokenLayer):
             whole = bound.after(whole)
         return whole if len(self.layers) < 2 else estimator.from_centre(J, whole)
 
-
-def layer_of(f: object) -> TokenLayer | None:
-    """The layer that computes what a module of torch.nn does; None where there is none."""
-    if isinstance(f, TokenLayer):
-        return f
-    if isinstance(f, nn.Sequential):
-        parts = [layer_of(part) for part in f]
-        known = [part for part in parts if part is not None]
-        return Chain(tuple(known)) if len(known) == len(parts) else None
-    if type(f) is nn.Linear:  # a subclass may multiply by another matrix than its weight
-        return LinearLayer(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
-    if isinstance(f, nn.LayerNorm | nn.RMSNorm) and _is_plain_norm(f):
-        weight, bias = (
-            None if part is None else part.detach() for part in (f.weight, getattr(f, "bias", None))
-        )
-        if isinstance(f, nn.LayerNorm):
-            return NormLayer(weight, bias, f.eps, "layer")
-        return NormLayer(weight, None, f.eps, "rms")
-    if isinstance(f, nn.GELU):
-        return ActivationLayer("gelu" if f.approximate == "none" else "gelu_tanh")
-    name = _MODULES.get(type(f))
-    return None if name is None else ActivationLayer(name)
-
-
-def _is_plain_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
-    """Whether it is torch's own over one axis; a subclass may use 1 + weight, as Gemma does."""
-    return type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1
-
-
-_MODULES: dict[type, str] = {
-    nn.Identity: "identity",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Mish: "mish",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-}
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

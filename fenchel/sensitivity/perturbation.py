@@ -15,7 +15,9 @@ A ``BallBound``, with J the Jacobian at the centre X and J' that at any other po
     upper       |J'|_2 <= upper
     variation   |J' - J|_2 <= variation
     token       the gain in the norm max_i |x_i|
+    rounding    how far the computed f(X) is from the exact one, as one vector
 
+The centre of the next layer's ball is the computed f(X), so that ball is larger by ``rounding``.
 |J|_2 at the centre is measured, so |J|_2 + variation is an upper bound too, and the smaller one in
 small balls (``NormEstimator.from_centre``). The products that make up J are rounded relative to the
 norms of its factors, which ``upper`` bounds, so J.error times ``upper`` is added.
@@ -83,18 +85,19 @@ class BallBound(NamedTuple):
     upper: float
     variation: float
     token: float
+    rounding: float = 0.0
 
     def carry(self, ball: Ball) -> Ball:
-        """A ball that contains the image of ``ball``."""
-        total = self.upper * ball.total * _GROW
-        return Ball(min(self.token * ball.token * _GROW, total), total)
+        """A ball about the computed f(X) that contains the image of ``ball`` about X."""
+        total = (self.upper * ball.total + self.rounding) * _GROW
+        return Ball(min((self.token * ball.token + self.rounding) * _GROW, total), total)
 
     def after(self, first: "BallBound") -> "BallBound":
         """The bounds of this layer applied to the image of ``first``."""
         varied = self.variation * first.upper + self.upper * first.variation
-        return BallBound(
-            self.upper * first.upper * _GROW, varied * _GROW, self.token * first.token * _GROW
-        )
+        rounding = self.upper * first.rounding + self.rounding
+        whole = (self.upper * first.upper, varied, self.token * first.token, rounding)
+        return BallBound(*(end * _GROW for end in whole))
 
     def plus(self, other: "BallBound") -> "BallBound":
         """The bounds of a sum of two layers."""
@@ -131,7 +134,7 @@ class NormEstimator:
         if bound.variation >= bound.upper:
             return bound
         near = (self.upper_norm(J) + bound.variation + J.error * bound.upper) * _GROW
-        return BallBound(min(bound.upper, near), bound.variation, bound.token)
+        return bound._replace(upper=min(bound.upper, near))
 
 
 class TokenLayer(ABC):

@@ -44,11 +44,13 @@ from fenchel.sensitivity import (
     token_norm,
 )
 from fenchel.sensitivity.bounds.feedforward import SLOPES
+from fenchel.sensitivity.certificate import token_function
 from fenchel.sensitivity.layers import (
     _FUNCTIONS,
     ActivationLayer,
     Chain,
     Diagonal,
+    ElementwiseAffine,
     GatedLayer,
     LinearLayer,
     NormLayer,
@@ -61,6 +63,7 @@ from fenchel.sensitivity.norms import nonnegative
 from fenchel.sensitivity.operator import Operator, Scaled
 from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 from fenchel.sensitivity.rounding import frobenius, lengths
+from tests.sensitivity.test_module_trace import KNOWN
 
 Array = npt.NDArray[Any]
 Wide = np.longdouble
@@ -672,6 +675,16 @@ def token_layers(draw: Draw, n: int, M: int) -> tuple[str, TokenLayer]:
             return Chain((Residual(first, (Chain((norm(), mlp())),), draw.pick((1.0, 0.5))),))
         return Chain((Residual(first), Residual(Chain((norm(), mlp())))))
 
+    def cancelling() -> Chain:
+        """Terms that cancel before a layer with a kink or a large gain."""
+        b = normal(M)
+        shift = ElementwiseAffine(None, draw.rounded(-b.double() * (1.0 + draw.eps)))
+        behind = draw.pick((norm(), ActivationLayer("relu"), gated(), attention()))
+        near_zero = ElementwiseAffine(
+            draw.rounded(torch.tensor(draw.eps * float(draw.sizes(-2, 2, 1))))
+        )
+        return Chain((near_zero, LinearLayer(normal(M, M), b), shift, behind))
+
     kinds: dict[str, Callable[[], TokenLayer]] = {
         "SelfAttention": attention,
         "SelfAttention qk_norm": lambda: attention(qk_norm=True),
@@ -679,7 +692,13 @@ def token_layers(draw: Draw, n: int, M: int) -> tuple[str, TokenLayer]:
         "LinearLayer": lambda: LinearLayer(normal(M, 3), normal(3)),
         "ActivationLayer": lambda: ActivationLayer(draw.pick(sorted(SLOPES))),
         "GatedLayer": gated,
-        "Residual": lambda: Residual(attention(), (), draw.pick((1.0, 0.3))),
+        "ElementwiseAffine": lambda: ElementwiseAffine(
+            draw.pick((normal(M), normal(n, M), normal(1)[0])), draw.pick((None, normal(M)))
+        ),
+        "Residual": lambda: Residual(
+            attention(), (), draw.pick((1.0, 0.3)), draw.pick((1.0, 0.0, -0.5))
+        ),
+        "Chain cancelling": cancelling,
         "Chain mlp": mlp,
         "Chain block": block,
     }
@@ -725,6 +744,7 @@ _LAYER = "sensitivity.layers."
             "LinearLayer",
             "ActivationLayer",
             "GatedLayer",
+            "ElementwiseAffine",
             "Residual",
             "Chain",
         )
@@ -810,6 +830,45 @@ def certificates(draw: Draw) -> Outcome:
         "sensitivity.certificate.certify": upper(certificate.upper * count, norms(wide(J)), error),
         "sensitivity.norms.token_norm": upper(bracket.upper, token_moves(here), error),
     }
+
+
+@attack("sensitivity.certificate.certify", share=0.05, batch=40)
+def modules_of_users(draw: Draw) -> Outcome:
+    """Torch modules with their own forward, hooks, parametrisations; refused, or both ends hold."""
+    name = draw.pick(sorted(KNOWN))
+    torch.manual_seed(draw.integer(0, 1 << 30))
+    module = KNOWN[name]().to(draw.dtype).eval()
+    size = float(draw.sizes(-0.5, 0.5, 1))
+    with torch.no_grad():
+        for part in module.parameters():
+            part.mul_(size)
+    X = draw.rounded(draw.normal(5, 8) * draw.sizes(-1.0, 1.0, 1))
+    radius = float(draw.sizes(-6, -0.3, 1)) * float(X.norm())
+    norm = draw.pick(("fro", "token"))
+    try:
+        found = certify(module, X, radius, norm, steps=2, restarts=0, generator=draw.generator)
+    except ValueError as error:
+        if "no upper bound is known" not in str(error):
+            raise
+        return {}
+    call, _ = token_function(module.double(), X.double())
+    ball = Ball.of(radius, norm, len(X))
+    points = torch.cat((X.double()[None], X.double() + moves_in(ball, X.double(), draw)))
+    J = torch.stack([dense_jacobian(call, Y) for Y in (*points, found.witness.double())])
+    values = norms(wide(J))
+    count = torch.ones(len(values), dtype=torch.float64)
+    error = 1e-9 if draw.dtype == torch.float64 else 1e-5  # parametrisations are rounded by torch
+    at = torch.tensor([found.lower], dtype=torch.float64)
+    return {
+        f"sensitivity.certificate.certify {name} upper": upper(found.upper * count, values, error),
+        f"sensitivity.certificate.certify {name} lower": lower(at, values[-1:], error),
+    }
+
+
+def dense_jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """(n M', n M), by reverse mode."""
+    J: Tensor = torch.autograd.functional.jacobian(f, x)  # type: ignore[no-untyped-call]
+    return J.reshape(-1, x.numel())
 
 
 # Choice maps --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import Causal, self_attention
+from fenchel.attention import Causal, Dense, self_attention
 from fenchel.choice import Entmax
 from fenchel.sensitivity import Ball, Certificate, certify, jacobian, self_attention_jacobian
 from fenchel.sensitivity.certificate import ascend, linear_maximiser, sigma_gradient
@@ -163,6 +163,26 @@ def test_rounding_takes_no_witness_out_of_the_ball_and_no_lower_end_above_the_up
         certificate = certify(nn.Tanh(), x, radius, generator=generator)
         assert certificate.lower <= certificate.upper
         assert (certificate.witness.double() - x.double()).norm() <= radius
+
+
+def test_in_float32_the_lower_end_is_not_above_the_norm_at_its_witness() -> None:
+    """Scores near 100, whose rounding in float32 is far more than a unit of the last place."""
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        X, *W = (torch.randn(*shape, generator=generator) for shape in ((6, 4), *[(4, 4)] * 3))
+        layer = SelfAttention(*W, scale=20.0)
+        found = certify(layer, X, 1e-3, steps=4, restarts=0, generator=generator)
+        exact = self_attention_jacobian(
+            found.witness.double(), *(w.double() for w in W), scale=20.0
+        ).dense()
+        assert found.lower <= float(torch.linalg.matrix_norm(exact, 2)) * (1 + 1e-14)
+
+
+def test_a_prior_that_learns_is_a_constant_of_a_certificate(draw: Draw) -> None:
+    prior = Dense(nn.Parameter(draw(5, 5)))
+    layer = SelfAttention(*(draw(4, 4) for _ in range(3)), prior=prior)
+    found = certify(layer, draw(5, 4), 0.01, steps=2, restarts=1)
+    assert 0 < found.lower <= found.upper < 2 * found.lower
 
 
 def test_a_batch_of_sequences_is_refused(draw: Draw) -> None:

@@ -1,6 +1,8 @@
 """fenchel/sensitivity/golub_kahan.py: the exact constant, and a bracket that keeps its promise."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -274,3 +276,21 @@ def test_a_saturated_head_is_bracketed_though_float32_underflows(
     assert truth * (1 - 1e-12) <= bracket.upper <= truth * (1 + 2e-4)
     assert bracket.lower <= truth * (1 + 1e-12)
     assert J.ceiling() >= truth * (1 - 1e-12)
+
+
+def test_a_function_and_its_point_or_a_sentence() -> None:
+    module = torch.nn.Linear(4, 4)
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    exact = float(torch.linalg.matrix_norm(module.weight.detach(), 2))
+    assert float(spectral_norm(module, x).lower) == pytest.approx(exact, rel=1e-3)
+    with pytest.raises(ValueError, match=r"got Linear; .* jacobian\(f, x\)"):
+        spectral_norm(module)
+
+
+def test_the_first_derivative_warns_of_nothing() -> None:
+    """In a process of its own: torch loads its rules for forward mode once."""
+    code = (
+        "import warnings, torch, fenchel; warnings.simplefilter('error');"
+        "fenchel.spectral_norm(fenchel.jacobian(torch.sin, torch.zeros(3)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ from torch import Tensor, nn
 
 from fenchel.attention import Causal, angles, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
-from fenchel.model.norm import RMSNormPlusOne
-from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.sensitivity import Ball, certify, jacobian
 from fenchel.sensitivity.layers import (
     ActivationLayer,
@@ -20,8 +19,8 @@ from fenchel.sensitivity.layers import (
     NormLayer,
     Residual,
     SelfAttention,
-    layer_of,
     rotation_matrices,
+    with_dtype,
 )
 from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 
@@ -186,35 +185,6 @@ def test_a_choice_without_a_bound_reaches_infinity(draw: Draw) -> None:
     assert math.isinf(reach.variation)
 
 
-def test_torch_modules_are_known_as_layers(draw: Draw) -> None:
-    X = draw(3, 6)
-    modules: list[nn.Module] = [
-        nn.Linear(6, 4),
-        nn.Linear(6, 4, bias=False),
-        nn.LayerNorm(6),
-        nn.RMSNorm(6, eps=1e-3),
-        nn.GELU(),
-        nn.GELU(approximate="tanh"),
-        nn.ReLU(),
-        nn.SiLU(),
-        nn.Mish(),
-        nn.Tanh(),
-        nn.Sigmoid(),
-        nn.Identity(),
-        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.SiLU()),
-    ]
-    for module in modules:
-        module.double()
-        layer = layer_of(module)
-        assert layer is not None
-        torch.testing.assert_close(layer(X), module(X), msg=str(module))
-    assert layer_of(RMSNormPlusOne(6)) is None  # its gain is 1 + weight
-    assert layer_of(SigmaLinear(6, 6)) is None  # its matrix is gain * weight / sigma
-    assert layer_of(nn.Conv1d(1, 1, 1)) is None
-    assert layer_of(nn.Sequential(nn.Identity(), nn.Conv1d(1, 1, 1))) is None
-    assert layer_of(torch.sin) is None
-
-
 def test_a_rotation_goes_back_by_the_opposite_angles(draw: Draw) -> None:
     x, u = draw(2, 5, 8), draw(2, 5, 8)
     positions = torch.arange(5)
@@ -253,8 +223,7 @@ def test_upper_norm_is_certain_or_spends_its_failure(draw: Draw) -> None:
 def test_a_norm_without_an_eps_takes_that_of_its_input(dtype: torch.dtype) -> None:
     module = nn.RMSNorm(4).to(dtype)
     x = torch.full((1, 4), 1e-6, dtype=dtype)
-    layer = layer_of(module)
-    assert layer is not None
+    layer = NormLayer(module.weight.detach(), None, module.eps, "rms")
     attained = torch.autograd.functional.jacobian(module, x).reshape(4, 4)
     torch.testing.assert_close(layer.jacobian(x).dense(), attained, rtol=1e-5, atol=0.0)
     upper = layer.ball_bound(x, Ball(1e-7, 1e-7), NormEstimator(0.0)).upper
@@ -268,3 +237,49 @@ def test_a_llama_block_is_certified_from_both_sides(draw: Draw) -> None:
         certificate = certify(block, X, radius, steps=20, restarts=1)
         assert certificate.lower <= certificate.upper
         assert certificate.ratio < most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("behind", ["relu", "layer", "rms", "attention"])
+def test_a_chain_holds_where_its_centre_is_rounding(behind: str, dtype: torch.dtype) -> None:
+    """A map whose terms cancel, before a kink or a large gain, in a ball smaller than rounding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    after: dict[str, Callable[[], TokenLayer]] = {
+        "relu": lambda: ActivationLayer("relu"),
+        "layer": lambda: NormLayer(eps=1e-30),
+        "rms": lambda: NormLayer(eps=1e-30, kind="rms"),
+        "attention": lambda: Chain((NormLayer(eps=1e-30), SelfAttention(*normal(3, 4, 4)))),
+    }
+    for _ in range(12):
+        X, W = normal(2, 4), normal(4, 4)
+        exact = X[0].double() @ W.double()
+        network = Chain((LinearLayer(W, (-exact).to(dtype)), after[behind]()))
+        ball = Ball.of(1e-3 * torch.finfo(dtype).eps, "fro", 2)
+        upper = network.ball_bound(X, ball, NormEstimator(0.0)).upper
+        # The exact value of X W + b, to 1e-16 of its rounding: products and sums of fractions.
+        truth = _exact_norm(network, X)
+        assert upper >= truth * (1.0 - 1e-9)
+
+
+def _exact_norm(network: Chain, X: Tensor) -> float:
+    """|J| at X, the first map evaluated with fractions and the rest in float64."""
+    first, behind = network.layers
+    assert isinstance(first, LinearLayer)
+    assert first.b is not None
+    W = [[Fraction(w) for w in row] for row in first.W.double().tolist()]
+    rows = [
+        [
+            float(sum(Fraction(x) * w[j] for x, w in zip(row, W, strict=True)) + Fraction(b))
+            for j, b in enumerate(first.b.double().tolist())
+        ]
+        for row in X.double().tolist()
+    ]
+    Y = torch.tensor(rows, dtype=torch.float64)
+    J = with_dtype(behind, torch.float64).jacobian(Y) @ with_dtype(first, torch.float64).jacobian(
+        X.double()
+    )
+    return float(torch.linalg.matrix_norm(J.dense(), 2))
