@@ -254,9 +254,12 @@ def test_no_output_moves_by_more_than_its_limit(launch) -> None:
 
     model, _ = model_of(settings)
     inputs: dict[str, torch.Tensor] = {}
+    normed: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0]}))
+        elif name.endswith("norm"):
+            module.register_forward_hook(lambda _m, _x, y, name=name: normed.update({name: y}))
     ids = batches_of().at(0).inputs
     with torch.no_grad():
         hidden = model(ids, return_hidden=True)
@@ -276,9 +279,9 @@ def test_no_output_moves_by_more_than_its_limit(launch) -> None:
                     for W in (moved, before)
                 )
             )
-        for name in {n.rpartition(".")[0] for n in before if "norm" in n}:
-            both = (torch.cat((W[f"{name}.weight"], W[f"{name}.bias"])) for W in (moved, before))
-            found[name] = share(*both)
+        for name, y in normed.items():
+            n = (y - before[f"{name}.bias"]) / before[f"{name}.weight"]
+            found[name] = share(n * moved[f"{name}.weight"] + moved[f"{name}.bias"], y)
         table = moved["embed.weight"], before["embed.weight"]
         found["embed"] = max(share(*(W[ids] for W in table)), share(*(hidden @ W.T for W in table)))
         return found

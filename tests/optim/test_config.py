@@ -166,7 +166,7 @@ def test_the_settings_reach_the_score_optimisers(name: str) -> None:
     own = {"score_damping": 0.5} if name == "score" else {}
     config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0, **own)
     first = build_optimiser(small(), config).param_groups[0]
-    assert (first["lr"], first["radius"]) == (0.07, 3.0)
+    assert (first["lr" if own else "score_change"], first["radius"]) == (0.07, 3.0)
     assert first.get("damping") == own.get("score_damping")  # ScoreTrust has none
 
 
@@ -225,8 +225,9 @@ def test_score_without_the_length_of_the_run_is_refused_and_a_given_rate_needs_n
 
 def test_the_limits_of_trust_do_not_depend_on_the_length() -> None:
     for steps in (None, 10, 10_000):
-        group = build_optimiser(small(), OptimConfig(optimiser="trust"), steps=steps)
-        assert (group.param_groups[0]["lr"], group.param_groups[0]["radius"]) == (0.2, 6.0)
+        optimiser = build_optimiser(small(), OptimConfig(optimiser="trust"), steps=steps)
+        limits = optimiser.param_groups[0]
+        assert (limits["score_change"], limits["radius"]) == (0.2, 6.0)
 
 
 def test_a_state_of_other_optimisers_is_refused() -> None:

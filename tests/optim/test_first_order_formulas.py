@@ -53,6 +53,10 @@ def test_the_worked_table_of_descent_on_a_parabola() -> None:
     assert [2 * v for v in x[:3]] == pytest.approx([6.0, 4.8, 3.84])
     assert x == pytest.approx([3.0 * 0.8**k for k in range(11)])
     assert (x[10], x[10] ** 2) == pytest.approx((0.3221, 0.1038), abs=5e-5)
+    # and of x^2 + y^2: straight to the origin
+    places = walk(lambda p: sgd(p, lr=0.1), slope, [3.0, -4.0])
+    for k in range(11):
+        assert next(places).tolist() == pytest.approx([3.0 * 0.8**k, -4.0 * 0.8**k])
 
 
 @pytest.mark.parametrize(

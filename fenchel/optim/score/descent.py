@@ -78,6 +78,8 @@ class ScoreDescent(torch.optim.Optimizer):
     ) -> None:
         """``pairs`` are QueryKeyPairs, or groups of them: {"pairs": ..., "lr": ...}.
 
+        ``lr`` is far from the rates of other optimisers; a loop that sets one absolute rate in all
+        groups sets it too. Scale each group's first rate by a factor instead, as LambdaLR does.
         ``radius`` may be inf, for no ball: for checkpoints whose sharp heads should stay sharp.
         ``opening`` is how much the radius grows per step.
         ``size`` is "measured" or "closed"; ``probe`` is the number of sampled tokens per layer.

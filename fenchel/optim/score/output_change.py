@@ -18,9 +18,8 @@ docs/maths/score_descent.md derives and measures, as it does |U| / |W| instead o
     LM head              of a model with ``lm_head_weight``, whose forward with return_hidden=True
                          returns the input of the head (fenchel.train.Trainable)
     nn.Embedding         the rows of the sampled ids. Tied to the LM head: the smaller share of both
-    norms                y = g n(x) + b: the entries of n(x) are of about the same size, so
-                         r = |(dg, db)| / |(g, b)|, with the gain as it is applied: 1 + weight in
-                         some norms
+    norms                y = g n(x) + b: y is sampled, and n(x) = (y - b) / g; an entry without a
+                         gain counts as 1. The gain is the one applied: 1 + weight in some norms
     other matrices       (experts, adapters, a module that was not called) x is taken as white:
                          r = |U| / |W|. Other vectors are not limited
 
@@ -75,11 +74,11 @@ class MeasuredLayer:
     kind: str
     """"linear", "columns" (Conv1D), "embedding", "norm" or "white"."""
     module: nn.Module
-    """A hook samples its first input, or its output where that is the input of the LM head."""
+    """A hook samples its first input; the output of a norm, and of a model with an LM head."""
     parts: dict[str, ParameterRegion]
     """"weight", and "bias" where there is one."""
     inputs: int = 0
-    """M; 0 for embeddings, and where nothing is sampled."""
+    """M, of a norm its outputs; 0 for embeddings, and where nothing is sampled."""
     of_output: bool = False
     plus: float = 0.0
     """What a norm adds to its weight to get its gain."""
@@ -104,7 +103,7 @@ class OutputProbes:
 
     def __init__(self, model: nn.Module, pairs: Iterable[QueryKeyPair] = ()) -> None:
         self.layers = list(_layers_of(model, list(pairs)))
-        sampled = (layer for layer in self.layers if layer.kind not in ("norm", "white"))
+        sampled = (layer for layer in self.layers if layer.kind != "white")
         self.samples = {layer: TokenSample(layer) for layer in sampled}
         self.shared = _layers_that_share(self.layers)
         self.masks: dict[tuple[MeasuredLayer, ...], list[Tensor]] = {}
@@ -172,7 +171,9 @@ class TokenSample:
         shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)
         self.buffer = torch.empty(shape, dtype=dtype or probe_dtype(weight), device=weight.device)
         self.passes_seen = FirstPass()
-        if layer.of_output:
+        if layer.kind == "norm":
+            self.handle = module.register_forward_hook(self._after_norm)
+        elif layer.of_output:
             self.handle = module.register_forward_hook(self._after, with_kwargs=True)
         else:
             self.handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -185,6 +186,10 @@ class TokenSample:
 
     def _after(self, _module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
         if kwargs.get("return_hidden") and isinstance(output, Tensor):
+            self._store(output)
+
+    def _after_norm(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
             self._store(output)
 
     def _store(self, x: Tensor) -> None:
@@ -212,7 +217,7 @@ class LayerStack:
 
     layers: list[MeasuredLayer]
     inputs: list[Tensor] | None
-    """(n, M) or (n,) per layer; None for white inputs."""
+    """(n, M) or (n,) per layer, the outputs of a norm; None for white inputs."""
     start: dict[str, Tensor]
     """(L, ...) by name."""
 
@@ -221,9 +226,7 @@ class LayerStack:
         change = {name: now - self.start[name] for name, now in _stacked_parts(self.layers).items()}
         kind = self.layers[0].kind
         if kind == "norm":
-            gain = {**self.start, "weight": self.start["weight"] + self.layers[0].plus}
-            moved, y = (_sum_of_squares(W) for W in (change, gain))
-            return torch.stack((moved, y, torch.zeros_like(y)), dim=-1)
+            return self._norm(change)
         if self.inputs is None:
             return self._white(change)
         if kind == "embedding":
@@ -235,6 +238,22 @@ class LayerStack:
         moved, y = (self._apply(W, x) for W in (change, self.start))
         least = LEAST_GAIN**2 * _mean_square(x)
         return torch.stack((_mean_square(moved), _mean_square(y), least), dim=-1)
+
+    def _norm(self, change: Mapping[str, Tensor]) -> Tensor:
+        """Of y = g n(x) + b, where x was not sampled with entries of n(x) of size 1."""
+        gain = self.start["weight"] + self.layers[0].plus
+        if self.inputs is None:
+            moved, y = (_sum_of_squares(W) for W in (change, {**self.start, "weight": gain}))
+            return torch.stack((moved, y, torch.zeros_like(y)), dim=-1)
+        y, g = torch.stack(self.inputs).to(gain.dtype), gain.unsqueeze(-2)
+        normed, moved = y, change["weight"].unsqueeze(-2)
+        if "bias" in self.start:
+            normed = y - self.start["bias"].unsqueeze(-2)
+        moved = moved * torch.where(g == 0.0, 1.0, normed / torch.where(g == 0.0, 1.0, g))
+        if "bias" in change:
+            moved = moved + change["bias"].unsqueeze(-2)
+        size = _mean_square(y)
+        return torch.stack((_mean_square(moved), size, torch.zeros_like(size)), dim=-1)
 
     def _apply(self, W: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """x W^T + b in the dtype of the sample."""
@@ -338,7 +357,8 @@ def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[Measured
             yield from _linear_layers(name, kind, module, own, pairs)
         elif (plus := norm_offset(module, own)) is not None:
             parts = {key: ParameterRegion(own[key], ()) for key in ("weight", "bias") if key in own}
-            yield MeasuredLayer(name, "norm", module, parts, plus=plus)
+            width = len(own["weight"])
+            yield MeasuredLayer(name, "norm", module, parts, width, plus=plus)
         else:
             yield from _white_layers(name, module, own, pairs)
     if isinstance(head, Tensor) and head.requires_grad:

@@ -65,6 +65,10 @@ class HeadProjection:
     columns: bool = False
     """The weight is (in, out), as in GPT-2's Conv1D, instead of (out, in)."""
 
+    def __repr__(self) -> str:
+        shape, bias = tuple(self.weight.shape), ", bias" * (self.bias is not None)
+        return f"HeadProjection({self.heads} heads: rows {self.start}-{self.stop} of {shape}{bias})"
+
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """The weight, and the bias where there is one."""
@@ -160,6 +164,11 @@ class QueryKeyPair:
     """Which entries a rotation pairs, as in fenchel.attention.rotate."""
     read: "Reader | None" = None
     """The input among the arguments of the module's forward; None for the first (B, T, M)."""
+
+    def __repr__(self) -> str:
+        norm = ", normalised" * (self.q_norm is not None)
+        kind = f"{type(self.module).__name__}, scale={self.scale:.4g}{norm}"
+        return f"QueryKeyPair({self.name!r}, {kind}, {self.query}, {self.key})"
 
     def __post_init__(self) -> None:
         if self.query.heads % self.key.heads:

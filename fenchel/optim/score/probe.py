@@ -103,6 +103,7 @@ class LayerReader:
         self.width = pair.query.weight.shape[0 if pair.query.columns else 1]
         layer = pair.module
         self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
+        self.rotates = getattr(layer, "rotates", True)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Store a sample of the arguments of a forward pass."""
@@ -140,7 +141,7 @@ class LayerReader:
             if isinstance(value, Angles) or _is_cos_and_sin(value):
                 return value
             if hasattr(value, "rotary"):  # the ForwardContext of fenchel.model
-                return value.rotary[self.rotary_index]
+                return value.rotary[self.rotary_index] if self.rotates else None
         return None
 
     def remove(self) -> None:

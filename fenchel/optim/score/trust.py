@@ -25,9 +25,17 @@ then no layer's output moves by more than this share of itself in one step (outp
 it a checkpoint can be trained further at a rate that is far too high; without it only the damage to
 queries and keys is prevented.
 
-param_groups begins with the group of lr and radius and, with ``output_change``, a group whose lr is
-that limit, followed by those of the optimiser. A scheduler over ScoreTrust therefore scales both
-the limits and the optimiser's own rates; state_dict holds the state of both.
+The first of param_groups holds the limits under keys of their own (``score_change``, ``radius``,
+``output_change``); the others are the groups of the optimiser. In every step
+
+    limit = (lr or output_change) x the largest of  rate / highest rate so far  over those groups
+
+The limits therefore follow the rates, whoever sets them: a scheduler over ScoreTrust, one over the
+optimiser inside, or a loop ``for g in optimiser.param_groups: g["lr"] = rate``. The highest rate of
+a group begins as the one it was built with, so that a warm-up to that rate scales the limits too.
+An optimiser whose rates were never above 0 leaves the limits as they are, and heads that are
+outside the ball still enter it. state_dict holds the state of the optimiser, of the limits, and the
+highest rates.
 """
 
 import math
@@ -77,6 +85,9 @@ class ScoreTrust(torch.optim.Optimizer):
     ``output_change``, with the ``model``, is the largest RMS change of the output of any of its
     layers in one step, as a share of that output; 0.02 suits fine-tuning (docs/optimisers.md).
 
+    Both limits are scaled by the rate of the optimiser relative to its highest so far: a schedule
+    or ``for g in optimiser.param_groups: g["lr"] = rate`` decays them too, and sets neither.
+
     >>> import torch
     >>> from fenchel.model import ModelConfig, Transformer
     >>> from fenchel.optim import attention_pairs
@@ -106,14 +117,16 @@ class ScoreTrust(torch.optim.Optimizer):
         inner = [group for member in self.members for group in member.param_groups]
         _require(lr, radius, probe, pairs, inner)
         _require_outputs(model, output_change)
-        # groups of settings only: their parameters are in the optimiser's groups already
-        super().__init__([{"params": []}], {"lr": lr, "radius": radius})
+        # A group of settings only: its parameters are in the optimiser's groups already. Its rate
+        # is there for schedulers, which read one of every group; no step reads it.
+        limits = {"score_change": lr, "radius": radius, "output_change": output_change}
+        super().__init__([{"params": [], **limits}], {"lr": inner[0]["lr"]})
         self.outputs: OutputProbes | None = None
         if model is not None and output_change is not None:
-            self.param_groups.append({"params": [], "lr": output_change})
             self.outputs = OutputProbes(model, pairs)
-        self.own_groups = len(self.param_groups)
         self.param_groups += inner
+        for group in inner:
+            group["highest_lr"] = float(group["lr"])
         self.pair_probes = PairProbes(pairs, probe)
 
     @torch.no_grad()
@@ -132,22 +145,36 @@ class ScoreTrust(torch.optim.Optimizer):
             layers = self.outputs.before(layer for layer in self.outputs.layers if layer.moves)
         for member in self.members:
             member.step()
+        group, factor = self.param_groups[0], self._rate_factor()
         if self.outputs is not None and layers:
-            self.outputs.limit(layers, float(self.param_groups[1]["lr"]))
+            self.outputs.limit(layers, group["output_change"] * factor)
+        limits = StepLimits(group["score_change"] * factor, group["radius"], exact=False)
         for stack, weights, gains in before:
-            self._limit(stack, weights, gains)
+            self._limit(stack, weights, gains, limits)
         return loss
 
+    def _rate_factor(self) -> float:
+        """The rates inside relative to the highest that they had; 1 if none was above 0."""
+        factors = []
+        for group in self.param_groups[1:]:
+            rate = float(group["lr"])
+            group["highest_lr"] = max(group["highest_lr"], rate)
+            if group["highest_lr"]:
+                factors.append(rate / group["highest_lr"])
+        return max(factors, default=1.0)
+
     def _limit(
-        self, stack: PairStack, before: list[Tensor], gains: list[dict[str, Tensor]]
+        self,
+        stack: PairStack,
+        before: list[Tensor],
+        gains: list[dict[str, Tensor]],
+        limits: StepLimits,
     ) -> None:
         pairs, inputs = stack
         after = stack_parameters(pairs)
         W, proposal = head_weights(pairs, before), head_weights(pairs, after)
         U = HeadWeights(proposal.Q - W.Q, proposal.K - W.K)
         norms = NormGains.between(gains, copy_gains(pairs)) if any(gains) else None
-        group = self.param_groups[0]
-        limits = StepLimits(float(group["lr"]), group["radius"], exact=False)
         line = ScoreLine(pairs, inputs, W, gains=norms)
         line.set_direction(U)
         update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
@@ -185,7 +212,7 @@ class ScoreTrust(torch.optim.Optimizer):
         """Restore the state of the optimiser and of the limits."""
         super().load_state_dict(dict(state_dict))
         restore_dtypes(self, state_dict)
-        begin = self.own_groups
+        begin = 1
         for member in self.members:
             end = begin + len(member.param_groups)
             member.param_groups = self.param_groups[begin:end]

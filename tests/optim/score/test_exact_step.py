@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fenchel.optim import remove_gauge, score_step
 from fenchel.optim.score.exact_step import ScoreMap, WeightMove, cg, whitening
-from fenchel.optim.score.score_bounds import efficiency_lower
+from fenchel.optim.score.score_bounds import efficiency_lower, reachable_gradient
 
 SOLVERS = ["raw", "exact", "spectral", "cg"]
 SIZES = [(16, 8, 2), (9, 12, 3), (20, 7, 7)]  # tall, fewer tokens than features, full width
@@ -74,6 +74,50 @@ def test_the_adjoint_is_the_gradient() -> None:
     found = torch.autograd.grad((S * G).sum(), W)
     adjoint = ScoreMap(X, W_Q.detach(), W_K.detach(), CAUSAL).adjoint(G)
     torch.testing.assert_close(adjoint, WeightMove(*found))
+
+
+def test_the_linear_part_of_a_change_pairs_with_the_gradient_through_the_weights() -> None:
+    X, W_Q, W_K, G = problem(16, 8, 3)
+    dW = WeightMove(draw(8, 3, seed=5), draw(8, 3, seed=6))
+    scores, T = ScoreMap(X[None], W_Q, W_K), X.mT @ G @ X
+    linear = X @ (W_Q @ dW.K.mT + dW.Q @ W_K.mT) @ X.mT
+    torch.testing.assert_close(scores.linear(dW)[0], linear)
+    product = X @ dW.Q @ dW.K.mT @ X.mT
+    torch.testing.assert_close(change(X, W_Q, W_K, *dW), linear + product)
+    paired = (dW.Q * (T @ W_K)).sum() + (dW.K * (T.mT @ W_Q)).sum()
+    torch.testing.assert_close((G * linear).sum(), paired)
+
+
+def test_the_raw_and_the_exact_step_are_their_formulas() -> None:
+    X, W_Q, W_K, G = problem(16, 8, 3)
+    scores, T, C = ScoreMap(X[None], W_Q, W_K), X.mT @ G @ X, X.mT @ X
+    Q, K = X @ W_Q, X @ W_K
+    P_X, P_Q, P_K = (M @ torch.linalg.pinv(M) for M in (X, Q, K))
+    best = P_Q @ G @ P_X + P_X @ G @ P_K - P_Q @ G @ P_K
+    QQ, KK = torch.linalg.inv(Q.mT @ Q), torch.linalg.inv(K.mT @ K)
+    half_Q, half_K = (torch.linalg.inv(C) - 0.5 * W @ WW @ W.mT for W, WW in ((W_Q, QQ), (W_K, KK)))
+    formulas = {
+        "raw": (
+            WeightMove(-T @ W_K, -T.mT @ W_Q),
+            -(Q @ Q.mT @ G @ X @ X.mT + X @ X.mT @ G @ K @ K.mT),
+        ),
+        "exact": (WeightMove(-half_Q @ T @ W_K @ KK, -half_K @ T.mT @ W_Q @ QQ), -best),
+    }
+    for solver, (dW, dS) in formulas.items():
+        torch.testing.assert_close(scores.linear(dW)[0], dS)
+        small, large = (score_step(X, W_Q, W_K, G, g, solver=solver) for g in (1e-6, 0.5))
+        torch.testing.assert_close(small.dS, 1e-6 * dS / dS.norm(), rtol=1e-4, atol=1e-10)
+        for step in (small, large):  # gamma sets the length, not the direction
+            for ours, formula in zip((step.dW_Q, step.dW_K), dW, strict=True):
+                torch.testing.assert_close(ours / step.dW_Q.norm(), formula / dW.Q.norm())
+    torch.testing.assert_close(reachable_gradient(X, W_Q, W_K, G), best)
+    torch.testing.assert_close(small.predicted, -1e-6 * best.norm(), rtol=1e-5, atol=0)
+    # the same length in coordinates in which X^T X is the identity
+    values, vectors = torch.linalg.eigh(C)
+    root, inverse = (vectors * values**power @ vectors.mT for power in (0.5, -0.5))
+    white = inverse @ T @ inverse
+    U, Y = (M @ torch.linalg.pinv(M) for M in (root @ W_Q, root @ W_K))
+    torch.testing.assert_close((U @ white + white @ Y - U @ white @ Y).norm(), best.norm())
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -400,3 +400,12 @@ def test_half_a_frozen_pair_is_refused_and_a_made_one_is_taken() -> None:
         QueryKeyPair(
             "odd", module, HeadProjection(free, 0, 3, 3), HeadProjection(free, 0, 4, 2), scale=1.0
         )
+
+
+def test_a_pair_prints_one_line_without_its_weights() -> None:
+    layer = nn.MultiheadAttention(32, 4)
+    (pair,) = attention_pairs(layer)
+    shown = repr(pair)
+    assert "4 heads: rows 0-32 of (96, 32), bias" in shown
+    assert "tensor(" not in shown
+    assert len(shown) < 250

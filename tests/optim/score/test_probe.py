@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "bias": True},
     "windows": {"windows": (4, 0), "kv_heads": 2},
     "qk-norm": {"qk_norm": True},
+    "not rotated": {"rotary_layers": (0, 1), "norm_place": "after"},
 }
 
 
