@@ -75,13 +75,19 @@ class Attention(nn.Module):
         self.mask, self.local = layer_mask(config, layer), config.window(layer) is not None
         self.scale, self.softcap = config.score_scale, config.softcap
         self.rotary_layout, self.l2 = config.rotary_layout, config.scores == "l2"
+        self.rotates, self.joint_norm = config.rotates(layer), config.qk_norm_width == "all"
         rows = 2 * H * D if self.l2 else (H + 2 * G) * D
         sigma = config.sigma_reparam
         self.qkv = linear_map(config.width, rows, bias=config.has_qkv_bias, sigma=sigma)
-        self.q_norm = norm(config, D) if config.qk_norm else None
-        self.k_norm = norm(config, D) if config.qk_norm else None
+        joint = self.joint_norm
+        self.q_norm = norm(config, H * D if joint else D) if config.qk_norm else None
+        self.k_norm = norm(config, G * D if joint else D) if config.qk_norm else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.out = linear_map(H * D, config.width, bias=config.bias, sigma=sigma)
+
+    def angles(self, context: ForwardContext) -> Angles | None:
+        """Rotary angles of the queries and keys of this layer; None where it does not rotate."""
+        return context.rotary[int(self.local)] if self.rotates else None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -91,7 +97,7 @@ class Attention(nn.Module):
     def forward(self, x_BTM: Tensor, context: ForwardContext, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer
-        q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, context.rotary[int(self.local)])
+        q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, self.angles(context))
         key_positions = None
         if context.cache is not None:
             k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)
@@ -154,8 +160,11 @@ class Attention(nn.Module):
         # Cut before the axis of the heads moves to the front: the gradients are then joined in the
         # order in which they lie in memory.
         qk, v = torch.split(qkv, [(H + G) * D, G * D], dim=-1)
+        if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = torch.split(qk, [H * D, G * D], dim=-1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-1)
         qk, v_BGTD = _heads(qk, D), _heads(v, D)
-        if self.q_norm is not None and self.k_norm is not None:
+        if not self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(qk, [H, G], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if rotary is not None:

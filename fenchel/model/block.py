@@ -3,6 +3,7 @@
     pre        x = x + a f(norm(x))                for f = attention, then (cross), then mlp
     post       x = norm(x + a f(x))
     both       x = x + a post_norm(f(norm(x)))
+    after      x = x + a post_norm(f(x))           both, with the identity for norm
     parallel   x = x + a attention(norm(x)) + a mlp(norm'(x))
 
 a is ``residual_scale``, 1 unless set. Under initial="zero" the last map of every branch starts at
@@ -53,18 +54,22 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        both = config.norm_place == "both"
-        self.attention_norm = norm(config)
+        both, after = config.norm_place in ("both", "after"), config.norm_place == "after"
+
+        def norm_before() -> nn.Module:
+            return nn.Identity() if after else norm(config)
+
+        self.attention_norm = norm_before()
         self.attention = Attention(config, layer)
         self.attention_post_norm = norm(config) if both else None
         if config.kind == "encoder-decoder":
-            self.cross_attention_norm: nn.Module | None = norm(config)
+            self.cross_attention_norm: nn.Module | None = norm_before()
             self.cross_attention: CrossAttention | None = CrossAttention(config, layer)
             self.cross_attention_post_norm = norm(config) if both else None
         else:
             self.cross_attention_norm = self.cross_attention = None
             self.cross_attention_post_norm = None
-        self.mlp_norm = norm(config)
+        self.mlp_norm = norm_before()
         self.mlp = MixtureOfExperts(config) if config.experts else Mlp(config)
         self.mlp_post_norm = norm(config) if both else None
         self.post, self.parallel = config.norm_place == "post", config.parallel

@@ -19,7 +19,8 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 _KINDS = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
     "norm": ("rms", "layer"),
-    "norm_place": ("pre", "post", "both"),
+    "norm_place": ("pre", "post", "both", "after"),
+    "qk_norm_width": ("head", "all"),
     "positions": ("rotary", "learned", "sinusoidal", "alibi", "buckets", "none"),
     "rotary_layout": ("half", "pairs"),
     "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3"),
@@ -88,7 +89,7 @@ class ModelConfig:
     beta: float = 1.0
     """Inverse temperature of the choice among keys."""
     tied: bool = True
-    """Use the embedding as the matrix of the LM head; a run of the preset "demo" does not."""
+    """Use the embedding as the matrix of the LM head."""
     bias: bool = False
     """Whether linear maps inside a block have a bias."""
     dropout: float = 0.0
@@ -115,7 +116,7 @@ class ModelConfig:
     """A norm after the embedding, positions included (BLOOM, BERT)."""
 
     norm_place: str = "pre"
-    """"pre" x + f(n(x)), "post" n(x + f(x)), "both" x + n(f(n(x)))."""
+    """"pre" x + f(n(x)), "post" n(x + f(x)), "both" x + n(f(n(x))), "after" x + n(f(x))."""
     norm_plus_one: bool = False
     """The gain of an RMS norm is 1 + weight (Gemma), so that weight decay pulls it to 1."""
     final_norm: bool = True
@@ -123,6 +124,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Normalise queries and keys per head, before their rotation. A run with
     optim.optimiser="score" does so unless this is set."""
+    qk_norm_width: str = "head"
+    """"head" normalises each head by itself, "all" the queries of all heads together (OLMo 2)."""
     residual_scale: float | str = 1.0
     """Factor on each branch; "depth" is (2 layers)^-1/2, which bounds the stream."""
     parallel: bool = False
@@ -132,6 +135,8 @@ class ModelConfig:
     """Which entries form a pair: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
     rotary_fraction: float = 1.0
     """Fraction of each head that is rotated; the rest has no position."""
+    rotary_layers: tuple[int, ...] = ()
+    """Pattern of layers that rotate: 1 does, 0 does not (SmolLM3). Empty is all of them."""
     rotary_local_base: float | None = None
     """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
     rotary_scaling: str | None = None
@@ -218,7 +223,8 @@ class ModelConfig:
         ),
         Use(("choice",), "no layer_choices", lambda c: not c.layer_choices),
         read_with(
-            "rotary_base rotary_layout rotary_fraction rotary_scaling rotary_local_base",
+            "rotary_base rotary_layout rotary_fraction rotary_layers rotary_scaling "
+            "rotary_local_base",
             "positions",
             "rotary",
         ),
@@ -231,6 +237,7 @@ class ModelConfig:
         read_with("buckets bucket_distance", "positions", "buckets"),
         read_with("encoder_layers", "kind", "encoder-decoder"),
         read_with("norm_plus_one", "norm", "rms"),
+        Use(("qk_norm_width",), "qk_norm", lambda c: c.qk_norm),
         Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
         Use(
             ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),
@@ -259,7 +266,7 @@ class ModelConfig:
             _require_whole(name, getattr(self, name), 0)
 
     def _require_patterns(self) -> None:
-        for name in ("windows", "layer_choices"):
+        for name in ("windows", "layer_choices", "rotary_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if len(getattr(self, name)) > self.layers:
                 raise ValueError(
@@ -267,12 +274,15 @@ class ModelConfig:
                 )
         for window in self.windows:
             _require_whole("a window", window, 0)
+        if not {0, 1}.issuperset(self.rotary_layers):
+            raise ValueError(f"rotary_layers={self.rotary_layers} should hold 0 and 1 only.")
         for name in (self.choice, self.router, *self.layer_choices):
             by_name(str(name), alpha=self.entmax_alpha)  # raises with the names there are
-        if self.distinct_layers is not None and max(len(self.windows), len(self.layer_choices)) > 1:
+        patterns = (self.windows, self.layer_choices, self.rotary_layers)
+        if self.distinct_layers is not None and max(map(len, patterns)) > 1:
             raise ValueError(
-                "distinct_layers shares blocks between layers; windows and layer_choices should "
-                "then hold one entry at most."
+                "distinct_layers shares blocks between layers; windows, layer_choices and "
+                "rotary_layers should then hold one entry at most."
             )
 
     def _require_division(self) -> None:
@@ -342,7 +352,7 @@ class ModelConfig:
                 "experts are plain linear maps: set bias=False and sigma_reparam=False."
             )
         if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):
-            raise ValueError('parallel=True needs norm_place="pre" or "both" and no encoder.')
+            raise ValueError('parallel=True needs norm_place="pre", "both" or "after", no encoder.')
 
     @property
     def head_width(self) -> int:
@@ -420,6 +430,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, its own included; None is all."""
         return (self.windows[layer % len(self.windows)] or None) if self.windows else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether queries and keys of this layer are rotated by position."""
+        pattern = self.rotary_layers or (1,)
+        return self.positions == "rotary" and bool(pattern[layer % len(pattern)])
 
     @property
     def choice_names(self) -> tuple[str, ...]:

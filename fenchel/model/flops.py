@@ -14,11 +14,11 @@ Attention weights have H T S entries per layer, the factor H included. Once per 
     lm_head        2 T M V                             and the maps of a narrow embedding
 
 Counted are products of matrices, as torch.utils.flop_counter counts them; norms, activations, the
-choice map, rotations and additions are O(T M) or O(H T S) and far cheaper; scores="l2" is
-counted as products too. A mask shortens nothing
-here: the count is that of dense attention, of which a causal kernel may do half. A backward pass
-takes twice the operations of the forward pass, so a training step of B sequences takes 3 B times
-the total.
+choice map, rotations and additions are O(T M) or O(H T S) and far cheaper. scores="l2" makes
+values of its queries, 2 T M H D + 2 T H D^2 operations, by a matrix of 2 M H D^2 that one pass
+computes once for all sequences. A mask shortens nothing here: the count is that of dense
+attention, of which a causal kernel may do half. A backward pass takes twice the operations of
+the forward pass, so a training step of B sequences takes 3 B times the total.
 
 T positions, S keys, M width of the stream, H heads, G key heads, D their width, F width inside the
 MLP, X experts, V vocabulary, L layers.
@@ -68,22 +68,25 @@ def forward_flops(config: ModelConfig, T: int, *, S: int | None = None) -> Flops
         )
     S = T if S is None else S
     M, H, G, D = config.width, config.heads, config.groups, config.head_width
-    rows = 2 * H * D if config.scores == "l2" else (H + 2 * G) * D
-    projections = 2 * T * M * rows + 2 * T * H * D * M
-    scores = 4 * H * T * S * D
+    projections, scores = 2 * T * M * (H + 2 * G) * D, 4 * H * T * S * D
+    if config.scores == "l2":  # one map of queries and keys, values by W_q W_v^T of every head
+        projections = 2 * T * M * H * D + 2 * H * D * D * (T + M)
+        scores += 2 * H * T * S  # one more coordinate, for the lengths of keys
+    projections += 2 * T * H * D * M
     expert = (6 if config.gated else 4) * T * M * config.mlp_width
     mlp = expert
     if config.experts:
         mlp = config.experts_per_token * expert + 2 * T * M * config.experts
     E = config.embedding_width or M
     inner = E if config.lm_head_transform else M
-    lm_head = 2 * T * inner * config.vocabulary
+    lm_head = 2 * T * inner * config.vocabulary if config.lm_head else 0
     if config.lm_head_transform:
         lm_head += 2 * T * M * E
     if config.embedding_width is not None:
         lm_head += 2 * T * E * M  # into the stream
         if config.tied and not config.lm_head_transform:
-            lm_head += 2 * T * M * E - 2 * T * (M - E) * config.vocabulary  # and back
+            lm_head += 2 * T * M * E  # and back
+            lm_head -= 2 * T * (M - E) * config.vocabulary if config.lm_head else 0
     L = config.layers
     return Flops(L * projections, L * scores, L * mlp, lm_head)
 

@@ -7,6 +7,7 @@ sliced or gathered afterwards.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from fenchel.attention import Angles, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, angles
 from fenchel.attention.rotary import RotaryScaling
@@ -34,8 +35,8 @@ class RotaryTable:
 
     def at(self, positions_BT: Tensor, end: int, x: Tensor) -> Angles:
         """Angles of positions below ``end``, (B, 1, T, W), on the device of x, for its dtype."""
-        cos, sin = self._angles_below(end, x)
-        return Angles(cos[positions_BT].unsqueeze(1), sin[positions_BT].unsqueeze(1))
+        cos, sin = (embedding(positions_BT, angle) for angle in self._angles_below(end, x))
+        return Angles(cos.unsqueeze(1), sin.unsqueeze(1))
 
     def _angles_below(self, end: int, x: Tensor) -> Angles:
         exact = torch.promote_types(x.dtype, torch.float32)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,11 @@ from fenchel.model.forward_context import (
     SequencePart,
 )
 from fenchel.model.initialisation import initialise, post_norm_trouble
-from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts
+from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts, Mlp
 from fenchel.model.norm import norm
 from fenchel.model.rotary_table import RotaryTable, sinusoids
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Transformer(nn.Module):
@@ -193,6 +195,50 @@ class Transformer(nn.Module):
         other = copy(self)  # shares every module and parameter
         other.config = config
         other._rotary_tables = RotaryTable(config), RotaryTable(config, local=True)
+        return other
+
+    def require_steerable(self) -> None:
+        """Refuse a model to whose stream a block's last bias does not add directly."""
+        config = self.config
+        reasons = {
+            f"norm_place is {config.norm_place!r}": config.norm_place != "pre",
+            "its blocks have experts": bool(config.experts),
+            "layers share a block": config.block_count < config.layers,
+            "it reparametrises its matrices": config.sigma_reparam,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(f"a direction cannot be added after a block: {reason}.")
+
+    def steered(self, vectors: Mapping[int, Tensor]) -> "Transformer":
+        """A model with these parameters, shared, that adds vectors (M,) to its stream.
+
+        ``vectors`` are numbered by the layer, from 1, after which they are added at every position:
+        as part of the bias of the last matrix of that block. A vector of zeros changes no bit of
+        the stream.
+
+        >>> model = Transformer(ModelConfig(vocabulary=16, context=4, width=32))
+        >>> other = model.steered({1: torch.ones(32)})
+        >>> other.embed is model.embed, other.blocks[0].mlp.up is model.blocks[0].mlp.up
+        (True, True)
+        """
+        self.require_steerable()
+        other = _shallow(self)
+        other.blocks = _shallow(self.blocks)
+        for layer, v_M in vectors.items():
+            if not 1 <= layer <= self.config.layers or v_M.shape != (self.config.width,):
+                raise ValueError(
+                    f"a vector of {tuple(v_M.shape)} after layer {layer} should be of "
+                    f"({self.config.width},) after layer 1 to {self.config.layers}."
+                )
+            block = other.blocks[layer - 1] = _shallow(self.blocks[layer - 1])
+            assert isinstance(block, Block)
+            block.mlp = mlp = _shallow(block.mlp)
+            assert isinstance(mlp, Mlp)
+            mlp.down = down = _shallow(mlp.down)
+            bias = (v_M / self.config.branch_scale).to(down.weight.device, down.weight.dtype)
+            bias = bias if down.bias is None else down.bias.detach() + bias
+            down.bias = nn.Parameter(bias, requires_grad=False)
         return other
 
     def encode(
@@ -442,6 +488,13 @@ class _SkipMetaDraws(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs or {})
+
+
+def _shallow(module: Module) -> Module:
+    """A copy that shares parameters and submodules, any of which can be set on it alone."""
+    other = copy(module)
+    other._modules, other._parameters = dict(module._modules), dict(module._parameters)
+    return other
 
 
 @contextmanager

@@ -96,6 +96,18 @@ def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> Non
     torch.testing.assert_close(layer(x, context), wanted)
 
 
+def test_all_heads_are_normed_together_and_a_layer_may_not_rotate(build: Build) -> None:
+    model = build(layers=2, kv_heads=2, qk_norm=True, qk_norm_width="all", rotary_layers=(0, 1))
+    layer, x = model.blocks[0].attention, stream(2, T, M)
+    q, k, v = layer.qkv(x).split([H * D, 2 * D, 2 * D], -1)
+    q, k = rms(q, layer.q_norm.weight), rms(k, layer.k_norm.weight)
+    q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in (q, k, v))
+    wanted = layer.out(attend(q, k, v, prior=Causal()).transpose(1, 2).flatten(2))
+    context = ForwardContext(rotary=model._rotary(0, T, None, x))
+    torch.testing.assert_close(layer(x, context), wanted)
+    assert model.blocks[1].attention.angles(context) is context.rotary[0]
+
+
 def test_rotary_fraction_rotates_only_that_share_of_a_head(build: Build) -> None:
     model = build(layers=1, rotary_fraction=0.67)
     assert model.config.rotary_width == 4
@@ -240,6 +252,10 @@ def test_norms_stand_where_they_are_put(build: Build, norm: str, scale: float) -
     y = x + scale * n(b.attention_post_norm, look(n(b.attention_norm, x)))
     wanted = y + scale * n(b.mlp_post_norm, think(n(b.mlp_norm, y)))
     torch.testing.assert_close(b(x), wanted)
+
+    b, look, think = branches(norm_place="after")
+    y = x + scale * n(b.attention_post_norm, look(x))
+    torch.testing.assert_close(b(x), y + scale * n(b.mlp_post_norm, think(y)))
 
     b, look, think = branches(parallel=True)
     wanted = x + scale * look(n(b.attention_norm, x)) + scale * think(n(b.mlp_norm, x))

@@ -92,6 +92,17 @@ def test_each_branch_reads_the_normalised_stream_and_is_added_to_it(build: Build
     torch.testing.assert_close(block(x), middle + block.mlp(block.mlp_norm(middle)))
 
 
+def test_a_decoder_is_embedding_blocks_a_last_norm_and_the_tied_table(
+    build: Build, ids: Tensor
+) -> None:
+    model = build(positions="none")
+    x = model.embed.weight[ids]
+    for block in model.blocks:
+        x = block(x)
+    torch.testing.assert_close(model(ids), model.norm(x) @ model.embed.weight.T)
+    assert not torch.allclose(model(ids), x @ model.embed.weight.T)
+
+
 def test_an_observer_sees_what_attention_uses(build: Build, ids: Tensor) -> None:
     model, seen = build(), []
 

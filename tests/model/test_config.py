@@ -73,7 +73,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scores": "l2", "heads": 2, "kv_heads": 1}, 'scores="l2" has one matrix'),
     ({"scores": "l2", "sinks": True}, 'scores="l2" leaves scores open to a shift'),
     ({"scores": "l2", "softcap": 9.0}, 'scores="l2" leaves scores open to a shift'),
-    ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre" or "both"'),
+    ({"rotary_layers": (1, 2)}, r"rotary_layers=\(1, 2\) should hold 0 and 1 only."),
+    ({"qk_norm_width": "all"}, "qk_norm_width='all' would do nothing; it needs qk_norm."),
+    ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre", "both"'),
     # What nothing would read.
     (
         {"positions": "none", "rotary_fraction": 0.5},
@@ -154,6 +156,8 @@ OTHERS: dict[str, Any] = {
     "norm": "layer",
     "positions": "alibi",
     "rotary_base": 500.0,
+    "rotary_layers": (0, 1),
+    "qk_norm_width": "all",
     "mlp": "gelu",
     "choice": "entmax",
     "entmax_alpha": 1.3,
@@ -224,6 +228,7 @@ BASES: list[dict[str, Any]] = [
     {"rotary_scaling": "llama3", "rotary_factor": 2.0},
     {"windows": (2, 0)},
     {"norm": "layer"},
+    {"qk_norm": True},
     {"initial": "normal"},
 ]
 

@@ -79,10 +79,15 @@ def test_a_row_of_zeros_stays_zero_with_a_finite_derivative(layer: RMSNorm) -> N
     torch.testing.assert_close(slope, layer.weight[None] / 1e-2**0.5)
 
 
-def test_the_settings_choose_the_norm() -> None:
-    rms, layer = (norm(ModelConfig(vocabulary=9, norm=kind)) for kind in ("rms", "layer"))
+def test_the_settings_choose_the_norm_and_layer_norm_is_its_formula(x: Tensor) -> None:
+    settings = ({"vocabulary": 9, "epsilon": 0.1, "norm": kind} for kind in ("rms", "layer"))
+    rms, layer = (norm(ModelConfig(**each), 7).double() for each in settings)  # type: ignore[arg-type]
     assert isinstance(rms, RMSNorm)
-    assert isinstance(layer, torch.nn.LayerNorm)
+    gain, shift = torch.linspace(-1.0, 2.0, 7).double(), torch.linspace(3.0, 1.0, 7).double()
+    layer.load_state_dict({"weight": gain, "bias": shift})
+    centred = x - x.mean(-1, keepdim=True)
+    root = (centred.square().sum(-1, keepdim=True) / 7 + 0.1).sqrt()
+    torch.testing.assert_close(layer(x), gain * centred / root + shift)
 
 
 def test_a_gain_of_one_plus_weight_starts_at_one_and_has_the_same_derivatives(x: Tensor) -> None:

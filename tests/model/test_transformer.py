@@ -138,7 +138,7 @@ def test_with_gpt2s_weights_it_gives_gpt2s_logits() -> None:
 
 
 @every_shape
-def test_the_future_does_not_leak(shape: dict[str, Any]) -> None:
+def test_later_tokens_change_no_earlier_logit(shape: dict[str, Any]) -> None:
     model = lively(**shape)
     ids = some_ids(2, CONTEXT)
     changed = ids.clone()

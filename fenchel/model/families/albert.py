@@ -1,9 +1,9 @@
 """ALBERT: a BERT with layers that share their weights and a narrow embedding with a projection."""
 
-from fenchel.model.families.bert import SETTINGS
+from fenchel.model.families.bert import SETTINGS, lm_head_bias
 from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import PLAIN, constant, only, size, unread, word
-from fenchel.model.families.tensor_rows import FUSED_QKV, SAME, Row, weight, weight_and_bias
+from fenchel.model.families.tensor_rows import FUSED_QKV, weight, weight_and_bias
 
 _LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
 
@@ -38,7 +38,7 @@ ALBERT = Family(
         *weight_and_bias("blocks.{}.mlp_norm", f"{_LAYER}.full_layer_layer_norm"),
         *weight_and_bias("lm_head_proj", "predictions.dense"),
         *weight_and_bias("lm_head_norm", "predictions.LayerNorm"),
-        Row("lm_head_bias", ("predictions.bias",), SAME),
+        *lm_head_bias("predictions"),
         weight("lm_head", "predictions.decoder"),
     ),
     copies={
@@ -51,5 +51,4 @@ ALBERT = Family(
         r"sop_classifier\..*",
     ),
     marker="predictions.dense.weight",
-    begins_with_bos=False,
 )

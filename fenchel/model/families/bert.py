@@ -16,7 +16,14 @@ from fenchel.model.families.setting_rows import (
     unread,
     word,
 )
-from fenchel.model.families.tensor_rows import FUSED_QKV, SAME, Row, weight, weight_and_bias
+from fenchel.model.families.tensor_rows import (
+    FUSED_QKV,
+    REPEATED,
+    SAME,
+    Row,
+    weight,
+    weight_and_bias,
+)
 
 WORDS = {"gelu": "gelu", **PLAIN}
 SETTINGS = (
@@ -27,7 +34,7 @@ SETTINGS = (
     size("heads", "num_attention_heads"),
     size("hidden", "intermediate_size", written="mlp_width"),
     Setting(
-        lambda c: {"token_types": c.integer("type_vocab_size", 2, least=0)},
+        lambda c: {"token_types": c.integer("type_vocab_size", 2)},
         lambda m: {"type_vocab_size": m.token_types},
     ),
     number("epsilon", "layer_norm_eps", 1e-12),
@@ -43,6 +50,15 @@ SETTINGS = (
     unread("pooler_size_per_head", "pooler_type"),
 )
 """Settings that BERT and ALBERT share."""
+
+
+def lm_head_bias(head: str) -> tuple[Row, Row]:
+    """The bias of the LM head; where it is not tied, the decoder computes with its own copy."""
+    names = (f"{head}.bias", f"{head}.decoder.bias")
+    tied = Row("lm_head_bias", names[:1], SAME, when=lambda m: m.tied)
+    return tied, Row("lm_head_bias", names, REPEATED, when=lambda m: not m.tied)
+
+
 _BODY = (
     weight("embed", "bert.embeddings.word_embeddings"),
     weight("pos_embed", "bert.embeddings.position_embeddings"),
@@ -64,7 +80,7 @@ _BODY = (
 _HEAD = (
     *weight_and_bias("lm_head_proj", "cls.predictions.transform.dense"),
     *weight_and_bias("lm_head_norm", "cls.predictions.transform.LayerNorm"),
-    Row("lm_head_bias", ("cls.predictions.bias",), SAME),
+    *lm_head_bias("cls.predictions"),
     weight("lm_head", "cls.predictions.decoder"),
 )
 _POOLER = "bert.pooler.dense.weight"
@@ -87,7 +103,6 @@ BERT = Family(
     ignored=(_POSITIONS, r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\..*"),
     legacy_suffixes=_LEGACY,
     marker="cls.predictions.transform.dense.weight",
-    begins_with_bos=False,
 )
 BERT_BODY = Family(
     name="bert",
@@ -105,5 +120,4 @@ BERT_BODY = Family(
     prefix="bert.",
     ignored=(_POSITIONS,),
     legacy_suffixes=_LEGACY,
-    begins_with_bos=False,
 )

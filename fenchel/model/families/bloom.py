@@ -33,7 +33,7 @@ BLOOM = Family(
         only("apply_residual_connection_post_layernorm", False),
         only("n_inner", None),
         unread("slow_but_exact", "offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion"),
-        unread("skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32", "unk_token_id"),
+        unread("skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32"),
     ),
     tensors=(
         weight("embed", "transformer.word_embeddings"),
@@ -53,5 +53,4 @@ BLOOM = Family(
     ),
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
-    begins_with_bos=False,
 )

@@ -14,6 +14,8 @@ from fenchel.files import printable
 from fenchel.model.config import LARGEST
 
 CONFIG = "config.json"
+LISTED_LAYERS = 4096
+"""More are not listed one by one."""
 _MISSING = object()
 
 
@@ -44,6 +46,13 @@ class ConfigReader:
             raise self.wrong(key, value, f"a whole number, {least} to {LARGEST}")
         return value
 
+    def layers(self) -> int:
+        """``num_hidden_layers`` of a family whose layers differ."""
+        layers = self.integer("num_hidden_layers")
+        if layers > LISTED_LAYERS:
+            raise self.wrong("num_hidden_layers", layers, f"at most {LISTED_LAYERS}")
+        return layers
+
     def integer_or_none(self, key: str, *, least: int = 1) -> int | None:
         """An integer, or None where there is none or null."""
         return self.integer(key, least=least) if self.has(key) else None
@@ -56,6 +65,13 @@ class ConfigReader:
         if not abs(value) < 1e30 or math.isnan(value):
             raise self.wrong(key, value, "a finite number")
         return float(value)
+
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        if not value > 0:
+            raise self.wrong(key, value, "a number above 0")
+        return value
 
     def number_or_none(self, key: str, default: float | None = None) -> float | None:
         """A finite number, None for null, or the default for a missing key."""
@@ -97,6 +113,15 @@ class ConfigReader:
             if not isinstance(word, str) or word not in words:
                 raise self.wrong(key, word, f"a list of {' and '.join(words)}")
         return value
+
+    def switches(self, key: str, count: int) -> list[int] | None:
+        """A list of at least ``count`` zeros and ones, or None where it is missing or null."""
+        value = self._get(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < count or any(x not in (0, 1) for x in value):
+            raise self.wrong(key, value, f"a list of 0 and 1, at least {count}")
+        return [int(x) for x in value[:count]]
 
     def only(self, key: str, allowed: Collection[Any]) -> None:
         """Raise ValueError for a value that is present and not one of ``allowed``."""

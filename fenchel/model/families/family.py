@@ -60,12 +60,12 @@ class Family:
     """Suffixes of names in older files, and their current form."""
     marker: str = ""
     """A tensor that distinguishes this family from others of the same model_type."""
-    begins_with_bos: bool = True
-    """Whether its models are trained on texts that begin with the token bos_token_id."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config.json may leave out, where those of the rows are others."""
 
     def read(self, config: Mapping[str, Any], tensors: Collection[str], where: Path) -> ModelConfig:
         """The ModelConfig of a config.json, given the names of the tensors beside it."""
-        reader = ConfigReader(config, tensors, where)
+        reader = ConfigReader({**self.defaults, **config}, tensors, where)
         reader.ignore(HARMLESS)
         reader.only("quantization_config", (None,))
         ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
@@ -106,6 +106,11 @@ class Family:
         matches = {name: _match(name, rows) for name in ours}
         unmatched = [name for name, match in matches.items() if match is None]
         return [match for match in matches.values() if match is not None], unmatched
+
+    def shared_names(self, tensors: Iterable[str]) -> int:
+        """How many of these names are names of tensors of the family."""
+        patterns = {_pattern(name) for row in self.tensors for name in row.theirs}
+        return sum(any(one.fullmatch(name) for one in patterns) for name in tensors)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a file may hold ``name`` although the model does not need it."""
@@ -160,6 +165,7 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "distinct_layers": config.distinct_layers or config.layers,
         "encoder_layers": config.encoder_layers or config.layers,
         "score_scale": config.score_scale or config.head_width**-0.5,
+        "rotary_layers": _alike(config.rotates(layer) for layer in layers),
         "windows": _alike(config.window(layer) for layer in layers),
         "choice": _alike(config.choice_of(layer) for layer in layers),
     }
@@ -180,7 +186,9 @@ def _alike(values: Iterable[Any]) -> Any:
 
 
 def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
-    local = config.rotary_local_base or config.rotary_base
+    local = config.rotary_local_base  # its frequencies are not scaled
+    if local is None and config.rotary_scaling is None:
+        local = config.rotary_base
     blended = config.rotary_scaling in ("yarn", "llama3")
     fast = 32.0 if config.rotary_scaling == "yarn" else 4.0
     growth = 0.1 * math.log(config.rotary_factor) + 1.0 if config.rotary_factor > 1 else 1.0

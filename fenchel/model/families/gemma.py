@@ -48,19 +48,20 @@ def _cap(ours: str, theirs: str, default: float | None) -> Setting:
     )
 
 
-def _later(scores: float | None, logits: float | None) -> tuple[Setting, ...]:
-    """Settings that Gemma 2 and 3 share, with the default soft caps."""
+def _later(logits: float | None) -> tuple[Setting, ...]:
+    """Settings that Gemma 2 and 3 share, with the default soft cap of the logits."""
     return (
         word("mlp", "hidden_activation", _GATES, "gelu_pytorch_tanh"),
         constant(norm_place="both"),
         _query_scale(),
-        _cap("softcap", "attn_logit_softcapping", scores),
         _cap("logit_softcap", "final_logit_softcapping", logits),
         only("hidden_act", "gelu_pytorch_tanh"),
     )
 
 
-def _family(name: str, architecture: str, settings: tuple[Setting, ...], *tensors: Row) -> Family:
+def _family(
+    name: str, architecture: str, settings: tuple[Setting, ...], *tensors: Row, **defaults: int
+) -> Family:
     return Family(
         name=name,
         architecture=architecture,
@@ -69,6 +70,7 @@ def _family(name: str, architecture: str, settings: tuple[Setting, ...], *tensor
         prefix="model.",
         copies={"lm_head.weight": "model.embed_tokens.weight"},
         ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        defaults={"head_dim": 256, **defaults},
     )
 
 
@@ -81,17 +83,24 @@ GEMMA = _family(
         rope(),
     ),
     _GEMMA1,
+    num_key_value_heads=16,
 )
+_LATER = {"num_key_value_heads": 4, "sliding_window": 4096}
 GEMMA2 = _family(
-    "gemma2", "Gemma2ForCausalLM", (*_later(50.0, 30.0), rope(), periodic(2)), *_BOTH_SIDES
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (*_later(30.0), _cap("softcap", "attn_logit_softcapping", 50.0), rope(), periodic(2)),
+    *_BOTH_SIDES,
+    **_LATER,
 )
 GEMMA3 = _family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     (
-        *_later(None, None),
+        *_later(None),
         constant(qk_norm=True),
         rope_with_local_base(1e6, 1e4, windows=periodic(6)),
     ),
     *_BOTH_SIDES,
+    **_LATER,
 )

@@ -1,7 +1,7 @@
 """GPT-NeoX (Pythia): rotary on a quarter of each head, attention and MLP in parallel."""
 
 from fenchel.model.families.family import Family
-from fenchel.model.families.rope_settings import rope
+from fenchel.model.families.rope_settings import partial_rope
 from fenchel.model.families.setting_rows import (
     PLAIN,
     attention_dropout,
@@ -33,7 +33,7 @@ GPT_NEOX = Family(
         attention_dropout("attention_dropout", 0.0),
         flag("parallel", "use_parallel_residual", True),
         flag("tied", "tie_word_embeddings", False),
-        rope(share=0.25),
+        partial_rope(10000.0, 0.25),
         constant(norm="layer", bias=True),
         only("attention_bias", True),
         unread("is_decoder"),

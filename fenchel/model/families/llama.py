@@ -2,13 +2,21 @@
 
 llama     also TinyLlama, SmolLM, SmolLM2
 mistral   a window in every layer, or none
-qwen2     a bias for queries, keys and values only; no token begins a text
-qwen3     RMSNorm of queries and keys per head; no token begins a text
+qwen2     a bias for queries, keys and values only
+qwen3     RMSNorm of queries and keys per head
+granite   factors on the embedding, the branches, the scores and the logits
+olmo2     norms after the branches; RMSNorm of the queries and keys of all heads
+olmo3     and windows in three layers of four, which have a rotary base of their own
+smollm3   every fourth layer without rotation
+phi3      queries, keys and values in one matrix, gate and up in another (Phi-3, Phi-4)
 """
 
+from typing import Any
+
+from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
-from fenchel.model.families.rope_settings import rope
+from fenchel.model.families.rope_settings import partial_rope, rope, rope_with_local_base
 from fenchel.model.families.setting_rows import (
     GATED,
     Setting,
@@ -20,10 +28,24 @@ from fenchel.model.families.setting_rows import (
     only,
     size,
     size_or_none,
+    unread,
     word,
 )
-from fenchel.model.families.tensor_rows import FUSED_QKV, weight, weight_and_bias
-from fenchel.model.families.window_settings import switchable, uniform
+from fenchel.model.families.tensor_rows import (
+    FIRST_HALF,
+    FUSED_QKV,
+    SECOND_HALF,
+    Row,
+    weight,
+    weight_and_bias,
+)
+from fenchel.model.families.window_settings import (
+    FULL,
+    SLIDING,
+    periodic,
+    switchable,
+    uniform,
+)
 
 SIZES = (
     size("vocabulary", "vocab_size"),
@@ -60,8 +82,8 @@ _COMMON = (
     *SIZES,
     word("mlp", "hidden_act", GATED, "silu"),
     flag("tied", "tie_word_embeddings", False),
-    rope(),
 )
+_ROPE = rope()
 _TENSORS = (*NAMES, weight("blocks.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"))
 _COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 _IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
@@ -91,32 +113,133 @@ def _even_heads() -> Setting:
     return Setting(read, lambda _: {})
 
 
-def _family(name: str, architecture: str, *rows: Setting, begins_with_bos: bool = True) -> Family:
+def _multipliers() -> Setting:
+    """Factors of Granite: a missing one is 1, also that of the scores."""
+
+    def read(c: ConfigReader) -> Settings:
+        return {
+            "embedding_scale": c.number("embedding_multiplier", 1.0),
+            "residual_scale": c.number("residual_multiplier", 1.0),
+            "score_scale": c.number("attention_multiplier", 1.0),
+            "logit_scale": 1.0 / c.positive("logits_scaling", 1.0),
+        }
+
+    def write(m: ModelConfig) -> Settings:
+        return {
+            "embedding_multiplier": m.embedding_scale,
+            "residual_multiplier": m.branch_scale,
+            "attention_multiplier": m.score_scale or m.head_width**-0.5,
+            "logits_scaling": 1.0 / m.logit_scale,
+        }
+
+    return Setting(read, write)
+
+
+def _rotated(c: ConfigReader, layers: int) -> list[int]:
+    """Which layers rotate: ``no_rope_layers`` holds 1 for those that do."""
+    every = c.integer("no_rope_layer_interval", 4)
+    default = [int((layer + 1) % every != 0) for layer in range(layers)]
+    return c.switches("no_rope_layers", layers) or default
+
+
+def _no_rope() -> Setting:
+    """Some layers do not rotate; where layers are not listed, those have the window."""
+    windows = switchable(lambda c, n: [FULL if one else SLIDING for one in _rotated(c, n)])
+
+    def read(c: ConfigReader) -> Settings:
+        layers = _rotated(c, c.layers())
+        return {"rotary_layers": () if all(layers) else tuple(layers), **windows.read(c)}
+
+    def write(m: ModelConfig) -> Settings:
+        layers = [int(m.rotates(layer)) for layer in range(m.layers)]
+        return {"no_rope_layers": layers, **windows.write(m)}
+
+    return Setting(read, write)
+
+
+def _family(
+    name: str,
+    architecture: str,
+    *rows: Setting,
+    rotary: Setting = _ROPE,
+    tensors: tuple[Row, ...] = (),
+    **defaults: Any,
+) -> Family:
+    """A relative of Llama; ``tensors`` come before Llama's names, ``defaults`` are Family's."""
     return Family(
         name=name,
         architecture=architecture,
-        settings=(*_COMMON, *rows),
-        tensors=_TENSORS,
+        settings=(*_COMMON, rotary, *rows),
+        tensors=(*tensors, *_TENSORS),
         prefix="model.",
         copies=_COPIES,
         ignored=_IGNORED,
-        begins_with_bos=begins_with_bos,
+        defaults=defaults,
     )
 
 
 LLAMA = _family(
     "llama", "LlamaForCausalLM", _biases(), _even_heads(), only("rope_interleaved", False)
 )
-MISTRAL = _family("mistral", "MistralForCausalLM", uniform(), only("attention_bias", False))
+MISTRAL = _family(
+    "mistral",
+    "MistralForCausalLM",
+    *(uniform(), only("attention_bias", False)),
+    num_key_value_heads=8,
+    sliding_window=4096,
+)
 QWEN2 = _family(
     "qwen2",
     "Qwen2ForCausalLM",
     *(switchable(), constant(qkv_bias=True), only("use_mrope", False)),
-    begins_with_bos=False,
+    num_key_value_heads=32,
+    sliding_window=4096,
 )
 QWEN3 = _family(
     "qwen3",
     "Qwen3ForCausalLM",
     *(switchable(), constant(qk_norm=True), only("attention_bias", False)),
-    begins_with_bos=False,
+    num_key_value_heads=32,
+    head_dim=128,
+    sliding_window=4096,
+)
+GRANITE = _family("granite", "GraniteForCausalLM", _biases(), _multipliers())
+_OLMO = (
+    constant(norm_place="after", qk_norm=True, qk_norm_width="all"),
+    only("attention_bias", False),
+)
+_OLMO_NORMS = (
+    weight("blocks.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm"),
+    weight("blocks.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
+)
+OLMO2 = _family("olmo2", "Olmo2ForCausalLM", *_OLMO, tensors=_OLMO_NORMS, rms_norm_eps=1e-5)
+OLMO3 = _family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    *_OLMO,
+    rotary=rope_with_local_base(5e5, 5e5, windows=periodic(4)),
+    tensors=_OLMO_NORMS,
+    rms_norm_eps=1e-5,
+    sliding_window=4096,
+)
+SMOLLM3 = _family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    *(_biases(), _no_rope()),
+    rotary=rope(2e6),
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
+)
+PHI3 = _family(
+    "phi3",
+    "Phi3ForCausalLM",
+    *(uniform(), number("dropout", "resid_pdrop", 0.0), unread("embd_pdrop")),
+    *(only("attention_bias", False), unread("original_max_position_embeddings")),  # of longrope
+    rotary=partial_rope(10000.0, 1.0, types={"default": "default"}),
+    tensors=(
+        weight("blocks.{}.attention.qkv", "model.layers.{}.self_attn.qkv_proj"),
+        weight("blocks.{}.mlp.gate", "model.layers.{}.mlp.gate_up_proj", FIRST_HALF),
+        weight("blocks.{}.mlp.up", "model.layers.{}.mlp.gate_up_proj", SECOND_HALF),
+    ),
+    rms_norm_eps=1e-5,
 )

@@ -1,7 +1,11 @@
 """The families, the one of a directory, and one that can express a given model."""
 
-from collections.abc import Collection
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fenchel.files import printable
 from fenchel.model.config import ModelConfig
@@ -13,11 +17,21 @@ from fenchel.model.families.family import Family
 from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
-from fenchel.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from fenchel.model.families.llama import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, PHI3, OLMO2, OLMO3, SMOLLM3),
     *(GPT2, GPT_NEOX, BLOOM),
     *(GEMMA, GEMMA2, GEMMA3),
     *(BERT, BERT_BODY, ALBERT, T5),
@@ -25,16 +39,54 @@ FAMILIES = (
 """In the order in which they are tried for a model to be saved, the most common first."""
 
 
-def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
-    """The family of a model_type; its marker tensor decides between two of the same name."""
+def family_of(
+    model_type: str,
+    tensors: Collection[str],
+    where: Path,
+    config: Mapping[str, Any] | None = None,
+) -> Family:
+    """The family of a model_type; its marker tensor decides between two of the same name.
+
+    ``config`` are the settings of the directory, from which a refusal names an obstacle.
+    """
     for family in FAMILIES:
         if family.name == model_type and (not family.marker or family.marker in tensors):
             return family
+    kind = f"{where}: model_type={printable(repr(model_type))}"
+    if any(family.name == model_type for family in FAMILIES):
+        raise ValueError(f"{kind} is a known family, and its files lack the tensors of one.")
+    readers = ""
+    if _in_transformers(model_type):
+        readers = "; fenchel inspect and fenchel attach read it through transformers"
     names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
-    raise ValueError(
-        f"{where}: model_type={printable(repr(model_type))} is not a known family ({names}), "
-        "or its files lack the tensors of one."
-    )
+    obstacle = "" if config is None else _first_obstacle(config, tensors)
+    raise ValueError(f"{kind} is not a known family{readers}.{obstacle} Known are {names}.")
+
+
+def _in_transformers(model_type: str) -> bool:
+    """Whether transformers is installed and has a folder for the family; it is not imported."""
+    found = find_spec("transformers")
+    places = () if found is None else found.submodule_search_locations or ()
+    folder = model_type.replace("-", "_")
+    named = re.fullmatch(r"\w+", folder) is not None
+    return named and any((Path(place) / "models" / folder).is_dir() for place in places)
+
+
+def _first_obstacle(config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """What the known family with the most tensors in common cannot read; empty without one."""
+    nearest = max(FAMILIES, key=lambda family: family.shared_names(tensors))
+    if not nearest.shared_names(tensors):
+        return ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            nearest.read(config, tensors, Path(CONFIG))
+        except ValueError as error:
+            obstacle = str(error)
+        else:
+            obstacle = str(caught[0].message) if caught else ""
+    obstacle = obstacle.removeprefix(f"{CONFIG}: ").removeprefix(f"{CONFIG} ")
+    return f" Nearest is {nearest.name}, for which {obstacle}" if obstacle else ""
 
 
 def family_for(

@@ -7,31 +7,47 @@ The newer form is written. Frequencies that depend on the length of the sequence
 "longrope") are refused: keys in a cache would have to be rotated again.
 """
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
+from fenchel.files import Notice
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.setting_rows import Setting, Settings
 
 _TYPES = {"default": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
+_FRACTION = "partial_rotary_factor"
 _TRAINED = "original_max_position_embeddings"
 
 
-def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
-    """One rotary embedding for all layers; ``base`` and ``share`` are the defaults."""
+def rope(base: float = 10000.0) -> Setting:
+    """One rotary embedding of whole heads for all layers; ``base`` is the default."""
 
     def read(c: ConfigReader) -> Settings:
         parameters = c.part(_key(c))
-        older = c.number("rotary_pct", share)
-        older = c.number("partial_rotary_factor", older)
-        settings = {"rotary_fraction": parameters.number("partial_rotary_factor", older)}
-        return settings | _read_parameters(c, parameters, base)
+        settings = _read_parameters(c, parameters, base)
+        _require_whole_heads(c, parameters, scaled="rotary_scaling" in settings)
+        return settings
+
+    return Setting(read, lambda m: {"rope_parameters": _parameters(m, m.rotary_base)})
+
+
+def partial_rope(base: float, fraction: float, types: Mapping[str, str] = _TYPES) -> Setting:
+    """Rotary embedding of a fraction of each head (GPT-NeoX, Phi-3), one of ``types``.
+
+    ``base`` and ``fraction`` are the defaults.
+    """
+
+    def read(c: ConfigReader) -> Settings:
+        parameters = c.part(_key(c))
+        older = c.number(_FRACTION, c.number("rotary_pct", fraction))
+        settings = {"rotary_fraction": parameters.number(_FRACTION, older)}
+        return settings | _read_parameters(c, parameters, base, types=types)
 
     def write(m: ModelConfig) -> Settings:
-        parameters = _parameters(m, m.rotary_base)
-        if m.rotary_fraction != share:
-            parameters["partial_rotary_factor"] = m.rotary_fraction
-        return {"rope_parameters": parameters}
+        return {"rope_parameters": _parameters(m, m.rotary_base) | {_FRACTION: m.rotary_fraction}}
 
     return Setting(read, write)
 
@@ -40,11 +56,12 @@ def rope_with_local_base(base: float, local: float, windows: Setting) -> Setting
     """Layers with a window have their own rotary base, ``local`` by default."""
 
     def read(c: ConfigReader) -> Settings:
-        parameters = c.part(_key(c))
-        nested = parameters.has("full_attention") or parameters.has("sliding_attention")
-        full = parameters.part("full_attention") if nested else parameters
-        sliding = parameters.part("sliding_attention") if nested else ConfigReader({}, (), c.where)
-        settings = _read_parameters(c, full, base) | windows.read(c)
+        parameters, older_full = c.part("rope_parameters"), c.part("rope_scaling").settings
+        both = {**parameters.part("full_attention").settings, **older_full}
+        full, sliding = ConfigReader(both, (), c.where), parameters.part("sliding_attention")
+        settings = _read_parameters(c, full, base, nested=True) | windows.read(c)
+        _require_whole_heads(c, full, scaled="rotary_scaling" in settings)
+        _require_whole_heads(c, sliding, scaled=False)
         sliding.only("rope_type", ("default",))
         older = c.number("rope_local_base_freq", local)
         local_base = sliding.number("rope_theta", older)
@@ -67,9 +84,39 @@ def _key(c: ConfigReader) -> str:
     return "rope_scaling" if c.has("rope_scaling") else "rope_parameters"
 
 
-def _read_parameters(c: ConfigReader, parameters: ConfigReader, base: float) -> Settings:
+def _require_whole_heads(c: ConfigReader, parameters: ConfigReader, *, scaled: bool) -> None:
+    """Warn of a fraction of rotated entries, which transformers reads in scaled frequencies only.
+
+    There it fails: the frequencies of a fraction do not fit the head.
+    """
+    for reader in (c, parameters):
+        if reader.number(_FRACTION, 1.0) == 1.0:
+            continue
+        if scaled:
+            reader.only(_FRACTION, ())
+        warnings.warn(
+            f"{c.where}: {_FRACTION}={reader.number(_FRACTION):g} is not used; models of this "
+            "family rotate whole heads, in transformers as here.",
+            Notice,
+            stacklevel=5,
+        )
+
+
+def _read_parameters(
+    c: ConfigReader,
+    parameters: ConfigReader,
+    base: float,
+    *,
+    nested: bool = False,
+    types: Mapping[str, str] = _TYPES,
+) -> Settings:
+    """The settings of ``parameters``, those of one kind of layers where they are ``nested``.
+
+    A trained context outside the parameters wins over the one inside, and does not exist for nested
+    ones; nested ones have no ``truncate``. Both as in transformers.
+    """
     key = "rope_type" if parameters.has("rope_type") else "type"
-    kind = parameters.word(key, _TYPES, "default")
+    kind = parameters.word(key, types, "default")
     older = c.number("rotary_emb_base" if c.has("rotary_emb_base") else "rope_theta", base)
     settings: dict[str, Any] = {
         "positions": "rotary",
@@ -80,18 +127,22 @@ def _read_parameters(c: ConfigReader, parameters: ConfigReader, base: float) -> 
     settings |= {"rotary_scaling": kind, "rotary_factor": parameters.number("factor")}
     if kind == "linear":
         return settings
-    older_length = c.integer_or_none(_TRAINED)
-    settings["rotary_trained_context"] = parameters.integer_or_none(_TRAINED) or older_length
+    outside = None if nested else c.integer_or_none(_TRAINED)
+    settings["rotary_trained_context"] = outside or parameters.integer_or_none(_TRAINED)
     if kind == "llama3":
         slow, fast = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return settings | {"rotary_slow": slow, "rotary_fast": fast}
-    for key in ("mscale", "mscale_all_dim"):
-        parameters.only(key, (None,))
+    attention = parameters.number_or_none("attention_factor")
+    growth = [parameters.number_or_none(key) for key in ("mscale", "mscale_all_dim")]
+    if attention is None and all(growth):  # of DeepSeek; one of them alone is not read
+        log = math.log(max(1.0, settings["rotary_factor"]))
+        one, other = (1.0 + 0.1 * (m or 0.0) * log for m in growth)
+        attention = one / other
     return settings | {
         "rotary_fast": parameters.number_or_none("beta_fast"),
         "rotary_slow": parameters.number_or_none("beta_slow"),
-        "rotary_attention": parameters.number_or_none("attention_factor"),
-        "rotary_truncate": parameters.flag("truncate", True),
+        "rotary_attention": attention,
+        "rotary_truncate": nested or parameters.flag("truncate", True),
     }
 
 

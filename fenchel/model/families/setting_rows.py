@@ -121,10 +121,11 @@ HARMLESS = frozenset(
     cross_attention_hidden_size decoder_start_token_id directionality dtype eos_token_id
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
     initializer_factor initializer_range is_encoder_decoder is_llama_config
-    keys_to_ignore_at_inference label2id max_length model_type num_labels output_attentions
-    output_hidden_states output_past pad_token_id prefix pretraining_tp problem_type return_dict
+    keys_to_ignore_at_inference label2id mask_token_id max_length model_type num_labels
+    output_attentions output_hidden_states output_past pad_token_id prefix pretraining_tp
+    problem_type return_dict
     sep_token_id task_specific_params tokenizer_class torch_dtype torchscript transformers_version
-    use_bfloat16 use_cache
+    unk_token_id use_bfloat16 use_cache
     """.split()
 )
 """Keys of any family that do not affect what its model computes."""

@@ -24,6 +24,19 @@ from fenchel.model.families.tensor_rows import FUSED_KV, FUSED_QKV, Row, weight
 _WORDS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 
 
+_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
+
+
+def _activation() -> Setting:
+    """``dense_act_fn`` follows from ``feed_forward_proj``; transformers reads it where it is."""
+
+    def read(c: ConfigReader) -> Settings:
+        c.only("dense_act_fn", (c.word("feed_forward_proj", _ACTIVATIONS, "relu"),))
+        return {}
+
+    return Setting(read, lambda _: {})
+
+
 def _lm_head() -> Setting:
     """Untied where the files hold an lm_head; older files turn scaling off by the same key."""
 
@@ -87,13 +100,14 @@ T5 = Family(
         size("hidden", "d_ff", written="mlp_width"),
         _layers(),
         word("mlp", "feed_forward_proj", _WORDS, "relu"),
+        _activation(),
         number("epsilon", "layer_norm_epsilon", 1e-6),
         number("dropout", "dropout_rate", 0.1),
         size("buckets", "relative_attention_num_buckets", default=32),
         size("bucket_distance", "relative_attention_max_distance", default=128),
         _lm_head(),
         constant(kind="encoder-decoder", positions="buckets", score_scale=1.0),
-        unread("is_decoder", "dense_act_fn", "is_gated_act"),
+        unread("is_decoder", "is_gated_act"),
     ),
     tensors=(
         weight("embed", "shared"),
@@ -114,5 +128,4 @@ T5 = Family(
         "decoder.embed_tokens.weight": "shared.weight",
     },
     ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    begins_with_bos=False,
 )

@@ -1,12 +1,16 @@
 """Rows of a family's table of tensor names: the tensors that hold one of ours, and in what layout.
 
     SAME               the same numbers in the same order
+    REPEATED           the same numbers twice; the second tensor is the one that is computed with
     TRANSPOSED         theirs computes x W, ours x W^T (GPT-2)
     FUSED_QKV          queries, keys and values are one matrix here and three there
     FUSED_KV           keys and values are one matrix here and two there
+    FIRST_HALF,        one tensor there holds the rows of two of ours (gate and up of Phi-3)
+    SECOND_HALF
     INTERLEAVED_QKV    theirs has query, key and value of head 1, then of head 2 (NeoX, BLOOM)
 
-``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME copy.
+``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME and the
+halves copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +29,10 @@ class Layout(NamedTuple):
     """Theirs to ours."""
     split: Callable[[Tensor, ModelConfig], list[Tensor]]
     """Ours to theirs."""
+    parts: int = 1
+    """How many of ours, equally large, one of theirs holds one after another."""
+    part: int = 0
+    """The number of this one among them."""
 
 
 class Row(NamedTuple):
@@ -52,10 +60,14 @@ def _split_interleaved(ours: Tensor, config: ModelConfig) -> list[Tensor]:
 
 
 SAME = Layout(lambda theirs, _: theirs[0], lambda ours, _: [ours])
+# Copied: safetensors refuses tensors that share memory.
+REPEATED = Layout(lambda theirs, _: theirs[1], lambda ours, _: [ours, ours.clone()])
 # Copied: safetensors needs contiguous tensors.
 TRANSPOSED = Layout(lambda theirs, _: theirs[0].t().contiguous(), lambda ours, _: [ours.t()])
 FUSED_QKV = Layout(lambda theirs, _: torch.cat(list(theirs)), _split_qkv)
 FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
+FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ours], 2, 0)
+SECOND_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[1], lambda ours, _: [ours], 2, 1)
 INTERLEAVED_QKV = Layout(_join_interleaved, _split_interleaved)
 
 

@@ -12,7 +12,7 @@ from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.setting_rows import Setting, Settings
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_LAYERS = 4096  # more are not listed one by one
+DefaultTypes = Callable[[ConfigReader, int], list[str]]
 
 
 def uniform() -> Setting:
@@ -25,13 +25,11 @@ def uniform() -> Setting:
     return Setting(read, lambda m: {"sliding_window": m.window(0)})
 
 
-def per_layer(default_types: Callable[[ConfigReader, int], list[str]]) -> Setting:
+def per_layer(default_types: DefaultTypes) -> Setting:
     """Layers are listed; ``default_types`` gives the list where an older file has none."""
 
     def read(c: ConfigReader) -> Settings:
-        layers = c.integer("num_hidden_layers")
-        if layers > _LAYERS:
-            raise c.wrong("num_hidden_layers", layers, f"at most {_LAYERS} where layers differ")
+        layers = c.layers()
         types = c.words("layer_types", (SLIDING, FULL), layers) or default_types(c, layers)
         width = c.integer_or_none("sliding_window")
         if width is None or SLIDING not in types:
@@ -50,13 +48,14 @@ def _write(m: ModelConfig) -> Settings:
     }
 
 
-def switchable() -> Setting:
-    """Windows may be switched off; in older files the first layers have none (Qwen)."""
+def later_layers(c: ConfigReader, layers: int) -> list[str]:
+    """In older files the first layers have no window (Qwen)."""
+    first = c.integer("max_window_layers", 28, least=0)
+    return [FULL if layer < first else SLIDING for layer in range(layers)]
 
-    def default_types(c: ConfigReader, layers: int) -> list[str]:
-        first = c.integer("max_window_layers", 28, least=0)
-        return [FULL if layer < first else SLIDING for layer in range(layers)]
 
+def switchable(default_types: DefaultTypes = later_layers) -> Setting:
+    """Windows may be switched off (Qwen, SmolLM3)."""
     rows = per_layer(default_types)
 
     def read(c: ConfigReader) -> Settings:
@@ -83,4 +82,8 @@ def periodic(default: int) -> Setting:
         c.ignore(("sliding_window_pattern", "_sliding_window_pattern"))
         return rows.read(c)
 
-    return Setting(read, rows.write)
+    def write(m: ModelConfig) -> Settings:
+        settings = rows.write(m)  # transformers needs a width also where no layer has a window
+        return settings | {"sliding_window": settings["sliding_window"] or m.context}
+
+    return Setting(read, write)

@@ -96,6 +96,47 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            **GROUPED,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.7,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {**GROUPED, "rope_parameters": YARN}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **GROUPED,
+            "sliding_window": 4,
+            "layer_types": [NEAR, ALL, NEAR],
+            "rope_parameters": {ALL: YARN, NEAR: {"rope_type": "default", "rope_theta": 700.0}},
+        },
+    ),
+    "smollm3": ("SmolLM3", {**GROUPED, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
+    "smollm3 with windows": (
+        "SmolLM3",
+        {
+            **GROUPED,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            **GROUPED,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gpt2": ("GPT2", {**GPT2, "n_inner": 56}),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
     "gemma": ("Gemma", {**COMMON, "num_key_value_heads": 1, "head_dim": 16}),

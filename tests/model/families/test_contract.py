@@ -14,8 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fenchel.checkpoints import load_model, save
+from fenchel.checkpoints.peft_adapter import family_of_model
+from fenchel.checkpoints.weights import write_weights
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.choice.by_name import choice_record
 from fenchel.generation import generate
@@ -128,6 +131,29 @@ def test_in_and_out_again_settings_and_weights_are_the_same(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert resolved(load_model(tmp_path / "ours").config) == resolved(model.config)
+
+
+TRAINED = ("granite", "phi3", "olmo2", "olmo3", "smollm3 with windows")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_those_of_transformers(name: str, foreign: Foreign, written: Written) -> None:
+    """In their layout, since a layout is linear."""
+    model, theirs = ours(written(name)), foreign(name)
+    parameters = dict(theirs.named_parameters())
+    for logits, weights in (
+        (model(IDS), list(model.parameters())),
+        (theirs(IDS).logits, list(parameters.values())),
+    ):
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = gradient
+    mine = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+    found = write_weights(mine, family_of_model(model), model.config, None)
+    assert found.keys() == parameters.keys()
+    for key, gradient in found.items():
+        expected, parameters[key].grad = parameters[key].grad, None
+        torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_greedy_generation_agrees_token_for_token(

@@ -14,11 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fenchel.checkpoints import load_model, save
+from fenchel.checkpoints import convert, load_model, save
+from fenchel.cli.doctor import find_pitfalls
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.families import family_of
 
 Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
 WEIGHTS = "model.safetensors"
+LONG = torch.randint(3, 70, (1, 60), generator=torch.Generator().manual_seed(2))
 IDS = torch.randint(3, 70, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
@@ -179,6 +182,63 @@ def test_older_words_for_rotary_positions_mean_the_same(
     assert load_model(resay(path, ("rope_parameters",), **older)).config == config
 
 
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 7},
+    "phi3": {},
+}
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_keys_that_a_file_leaves_out_have_the_values_of_transformers(kind: str) -> None:
+    sizes = {"vocab_size": 70, "hidden_size": 2048, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 32, "intermediate_size": 56, "max_position_embeddings": 8192}
+    theirs = transformers.AutoConfig.for_model(kind, **sizes, **ABSENT[kind])
+    ours = family_of(kind, (), Path()).read({**sizes, **ABSENT[kind]}, (), Path("config.json"))
+    types = getattr(theirs, "layer_types", None) or 8 * ["sliding_attention"]
+    width = getattr(theirs, "sliding_window", None)
+    windows = [width if kind == "sliding_attention" else None for kind in types]
+    assert [ours.window(layer) for layer in range(8)] == windows
+    rotated = getattr(theirs, "no_rope_layers", 8 * [1])
+    assert [ours.rotates(layer) for layer in range(8)] == [bool(one) for one in rotated]
+    assert ours.groups == theirs.num_key_value_heads
+    assert ours.head_width == getattr(theirs, "head_dim", 64)
+    assert (ours.epsilon, ours.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+
+
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+NESTED = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0}
+YARNS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_scaling": SCALED, "original_max_position_embeddings": 32}),
+    ("llama", {"rope_scaling": {**SCALED, "truncate": False}}),
+    ("llama", {"rope_scaling": {**SCALED, "mscale": 0.5, "mscale_all_dim": 2.0}}),
+    ("llama", {"rope_scaling": {**SCALED, "mscale": 0.5}}),
+    ("gemma3", {"rope_scaling": NESTED, "original_max_position_embeddings": 32}),
+    ("gemma3", {"rope_parameters": {"full_attention": {**NESTED, "truncate": False}}}),
+    ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), YARNS, ids=str)
+def test_scaled_positions_are_computed_as_in_transformers(
+    name: str, changes: dict[str, Any], written: Written
+) -> None:
+    path = resay(written(name), ("rope_parameters",), max_position_embeddings=64, **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.no_grad():
+        mine, theirs = load_model(path)(LONG), model(LONG).logits
+    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
+
+
 def test_a_number_gives_the_pattern_of_windows(written: Written) -> None:
     path = resay(written("gemma3"), ("layer_types",), sliding_window_pattern=2)
     assert load_model(path).config.windows == (4, 0, 4)
@@ -198,6 +258,9 @@ def test_a_number_gives_the_pattern_of_windows(written: Written) -> None:
         ("gemma2", {"use_bidirectional_attention": True}, "does not have"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "does not have"),
         ("t5", {"feed_forward_proj": "gated-relu"}, "should be one of"),
+        ("t5", {"dense_act_fn": "gelu_new"}, "dense_act_fn='gelu_new'"),
+        ("bert", {"type_vocab_size": 0}, "type_vocab_size=0 should be"),
+        ("llama linear", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ],
 )
 def test_a_variant_that_we_do_not_have_is_named(
@@ -205,6 +268,66 @@ def test_a_variant_that_we_do_not_have_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         load_model(resay(written(name), **changes))
+
+
+@pytest.mark.parametrize("place", ["", "rope_parameters"])
+def test_whole_heads_are_rotated_where_transformers_does(place: str, written: Written) -> None:
+    path = written("llama")
+    before = load_model(path)(IDS)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    key = {"partial_rotary_factor": 0.5}
+    resay(path, **({place: rope | key} if place else key))
+    with pytest.warns(UserWarning, match=r"partial_rotary_factor=0\.5 is not used"):
+        model = load_model(path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), before)
+        torch.testing.assert_close(model(IDS), theirs(IDS).logits, atol=2e-5, rtol=0)
+
+
+def test_a_soft_cap_that_transformers_does_not_apply_is_named(written: Written) -> None:
+    with pytest.warns(UserWarning, match="attn_logit_softcapping is no setting of gemma3_text"):
+        model = load_model(resay(written("gemma3"), attn_logit_softcapping=1.0))
+    assert model.config.softcap is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "says"),
+    [
+        ("olmo", {"clip_qkv": 8.0}, "fenchel inspect and fenchel attach read it .* clip_qkv is no"),
+        ("cohere", {"attention_bias": True}, "Nearest is llama, for which attention_bias=True"),
+        (
+            "stablelm",
+            {},
+            "not a known family; fenchel inspect and .* transformers. Known are llama",
+        ),
+        ("unheard", {}, "'unheard' is not a known family. Known are llama, mistral"),
+        ("../gpt2", {}, "'../gpt2' is not a known family. Known are"),
+    ],
+)
+def test_an_unlisted_family_is_refused_with_what_reads_it_and_its_first_obstacle(
+    model_type: str, changes: dict[str, Any], says: str, written: Written
+) -> None:
+    path = resay(written("llama"), model_type=model_type, **changes)
+    with pytest.raises(ValueError, match=says):
+        load_model(path)
+    with pytest.raises(ValueError, match=says):
+        convert(path, path.parent / "out")
+    assert re.search(says, find_pitfalls(path)["not looked for"])
+
+
+def test_a_setting_of_special_tokens_is_no_warning(
+    written: Written, recwarn: pytest.WarningsRecorder
+) -> None:
+    load_model(resay(written("llama"), unk_token_id=3, mask_token_id=4))
+    assert not recwarn.list
+
+
+def test_a_pickle_is_refused_for_being_one_whatever_its_settings_lack(written: Written) -> None:
+    path = resay(written("llama"), drop=("model_type",))
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickle"):
+        load_model(path)
 
 
 def test_an_unread_setting_is_named(written: Written) -> None:

@@ -1,0 +1,239 @@
+"""Every setting that a family accepts means the same to the class of transformers that reads it.
+
+Each family begins as its smallest model and is changed by one setting, or by a combination, at a
+time. What the family refuses is written by no export; what it accepts is computed here and in
+transformers. Weights are large, so that no setting is below the tolerance.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from fenchel.checkpoints.hf_export import token_ids
+from fenchel.checkpoints.weights import write_weights
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model.families import FAMILIES, Family
+from fenchel.model.families.family import _TRAINING
+
+SIZES: dict[str, Any] = {"vocabulary": 40, "context": 64, "width": 32, "layers": 2, "heads": 4}
+LAYER = {"norm": "layer", "bias": True, "mlp": "gelu_tanh"}
+ENCODER = {
+    **LAYER,
+    "kind": "encoder",
+    "mlp": "gelu",
+    "positions": "learned",
+    "norm_place": "post",
+    "final_norm": False,
+    "embedding_norm": True,
+    "token_types": 2,
+}
+GEMMA = {"mlp": "geglu_tanh", "norm_plus_one": True, "embedding_scale": 32**0.5}
+OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_width": "all"}
+HEAD = {"lm_head_transform": True, "lm_head_bias": True}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"windows": (5,)},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "GraniteForCausalLM": {},
+    "Phi3ForCausalLM": {},
+    "Olmo2ForCausalLM": OLMO,
+    "Olmo3ForCausalLM": {**OLMO, "windows": (5, 0), "rotary_local_base": 50.0},
+    "SmolLM3ForCausalLM": {"rotary_layers": (1, 0)},
+    "GPT2LMHeadModel": {**LAYER, "positions": "learned"},
+    "GPTNeoXForCausalLM": {**LAYER, "parallel": True},
+    "BloomForCausalLM": {**LAYER, "positions": "alibi", "embedding_norm": True},
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": {**GEMMA, "norm_place": "both", "softcap": 2.0, "logit_softcap": 3.0},
+    "Gemma3ForCausalLM": {**GEMMA, "norm_place": "both", "qk_norm": True},
+    "BertForMaskedLM": {**ENCODER, **HEAD},
+    "BertModel": {**ENCODER, "lm_head": False},
+    "AlbertForMaskedLM": {
+        **ENCODER,
+        **HEAD,
+        "mlp": "gelu_tanh",
+        "embedding_width": 16,
+        "distinct_layers": 1,
+    },
+    "T5ForConditionalGeneration": {
+        "kind": "encoder-decoder",
+        "positions": "buckets",
+        "score_scale": 1.0,
+        "mlp": "relu",
+        "logit_scale": 32**-0.5,
+    },
+}
+YARN = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained_context": 16}
+LLAMA3 = {**YARN, "rotary_scaling": "llama3"}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"vocabulary": 41},
+    {"context": 32},
+    {"width": 48},
+    {"layers": 3},
+    {"heads": 2},
+    {"kv_heads": 2},
+    {"hidden": 24},
+    {"norm": "rms"},
+    {"norm": "layer"},
+    *({"positions": kind} for kind in ("learned", "sinusoidal", "alibi", "none")),
+    {"rotary_base": 50.0},
+    *({"mlp": kind} for kind in ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu")),
+    {"choice": "entmax"},
+    {"choice": "entmax", "entmax_alpha": 1.25},
+    {"beta": 2.0},
+    {"tied": True},
+    {"tied": False},
+    {"bias": True},
+    {"bias": False},
+    {"epsilon": 0.1},
+    {"kind": "decoder"},
+    {"kind": "encoder"},
+    {"encoder_layers": 3},
+    {"distinct_layers": 2},
+    {"head_size": 12},
+    {"embedding_width": 24},
+    {"token_types": 0},
+    {"token_types": 3},
+    {"embedding_scale": 1.0},
+    {"embedding_scale": 3.0},
+    {"embedding_norm": True},
+    {"embedding_norm": False},
+    *({"norm_place": place} for place in ("pre", "post", "both", "after")),
+    {"norm_plus_one": True},
+    {"norm_plus_one": False},
+    {"final_norm": True},
+    {"final_norm": False},
+    {"qk_norm": True},
+    {"qk_norm": False},
+    {"qk_norm": True, "qk_norm_width": "head"},
+    {"qk_norm": True, "qk_norm_width": "all"},
+    {"rotary_layers": (0, 1)},
+    {"rotary_layers": ()},
+    {"rotary_layers": (0, 1), "windows": (4, 0)},
+    {"rotary_layers": (0,)},
+    {"residual_scale": 0.5},
+    {"parallel": True},
+    {"parallel": False},
+    {"rotary_layout": "pairs"},
+    {"rotary_fraction": 0.5},
+    {"rotary_fraction": 0.25},
+    {"rotary_fraction": 0.5, **YARN},
+    {"rotary_fraction": 0.5, "rotary_scaling": "linear", "rotary_factor": 2.0},
+    {"rotary_fraction": 0.5, **LLAMA3},
+    {"rotary_local_base": 20.0, "windows": (5, 0)},
+    {"rotary_scaling": "linear", "rotary_factor": 2.0},
+    {"rotary_scaling": "ntk", "rotary_factor": 2.0},
+    YARN,
+    {**YARN, "rotary_slow": 0.5, "rotary_fast": 3.0},
+    {**YARN, "rotary_attention": 2.0},
+    {**YARN, "rotary_truncate": False},
+    {**YARN, "rotary_trained_context": None},
+    LLAMA3,
+    {**LLAMA3, "rotary_slow": 0.5, "rotary_fast": 3.0},
+    {**LLAMA3, "windows": (5, 0)},
+    {**YARN, "windows": (5, 0)},
+    {"buckets": 8},
+    {"bucket_distance": 9},
+    {"windows": ()},
+    {"windows": (4,)},
+    {"windows": (4, 0)},
+    {"windows": (0, 4)},
+    {"windows": (4, 6)},
+    {"layer_choices": ("softmax", "entmax")},
+    {"scores": "l2"},
+    {"score_scale": 0.7},
+    {"score_scale": 0.5},
+    {"score_scale": None},
+    {"softcap": 1.0},
+    {"softcap": None},
+    {"sinks": True},
+    {"qkv_bias": True},
+    {"qkv_bias": False},
+    {"sigma_reparam": True},
+    {"experts": 3},
+    {"experts": 3, "experts_per_token": 1},
+    {"experts": 3, "router": "sparsemax"},
+    {"lm_head": False},
+    {"logit_scale": 1.0},
+    {"logit_scale": 0.5},
+    {"logit_softcap": 1.0},
+    {"logit_softcap": None},
+    {"lm_head_bias": True},
+    {"lm_head_bias": False},
+    {"lm_head_transform": True},
+    {"lm_head_transform": False},
+    {"pooler": True},
+    {"tied": False, "logit_scale": 1.0},
+    {"tied": True, "logit_scale": 1.0},
+    {"tied": False, "softcap": 1.0, "windows": (4,)},
+    {"kv_heads": 1, "head_size": 12, "windows": (4, 0), "rotary_base": 50.0},
+)
+IDS = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(0))
+FAMILY = {family.architecture: family for family in FAMILIES}
+
+
+def test_every_setting_is_changed() -> None:
+    names = {field.name for field in fields(ModelConfig)}
+    assert names - _TRAINING == {name for change in CHANGES for name in change}
+    assert FAMILY.keys() == SMALLEST.keys()
+
+
+def large_weights(config: ModelConfig) -> Transformer:
+    generator = torch.Generator().manual_seed(1)
+    model = Transformer(config, generator=generator).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def their_output(family: Family, config: ModelConfig, model: Transformer) -> Tensor:
+    settings = family.write(config) | token_ids(None, config.kind)
+    name = settings.pop("model_type")
+    weights = write_weights(dict(model.state_dict()), family, config, None)
+    theirs, info = getattr(transformers, family.architecture).from_pretrained(
+        None,
+        config=transformers.AutoConfig.for_model(name, **settings),
+        state_dict=weights,
+        output_loading_info=True,
+        attn_implementation="eager",
+    )
+    wrong = {key: names for key, names in info.items() if any("pooler" not in n for n in names)}
+    assert not wrong
+    extra = {"decoder_input_ids": IDS[:, :9]} if config.kind == "encoder-decoder" else {}
+    output = theirs.eval()(IDS, **extra)
+    return output.logits if config.lm_head else output.last_hidden_state
+
+
+def our_output(model: Transformer) -> Tensor:
+    if model.config.kind == "encoder-decoder":
+        return model(IDS[:, :9], memory_BSM=model.encode(IDS))
+    return model(IDS, return_hidden=not model.config.lm_head)
+
+
+@pytest.mark.parametrize("architecture", SMALLEST)
+@torch.no_grad()
+def test_transformers_computes_what_is_written(architecture: str) -> None:
+    family, base = FAMILY[architecture], ModelConfig(**SIZES, **SMALLEST[architecture])
+    wrong, computed = {}, set()
+    for change in CHANGES:
+        try:
+            config = replace(base, **change)
+        except ValueError:  # no model has this combination
+            continue
+        if config in computed:
+            continue
+        computed.add(config)
+        model = large_weights(config)
+        if family.cannot_express(config, model.state_dict()):
+            assert change
+            continue
+        error = (our_output(model) - their_output(family, config, model)).abs().max().item()
+        if not error < 2e-4:
+            wrong[str(change)] = error
+    assert not wrong
