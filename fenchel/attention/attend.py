@@ -26,10 +26,11 @@ Dropout draws from torch's default generator in every back end, since the fused 
 other. A query that no key is open to gets zeros, with zero derivatives.
 """
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 from warnings import warn
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
 from fenchel.attention.prior import PriorLike
@@ -80,6 +81,7 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
     return_weights: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Outputs, or (outputs, weights).
 
@@ -109,6 +111,15 @@ def attend(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
+    if unknown:
+        raise TypeError(_hint(next(iter(unknown))))
+    if type(q) is not Tensor and has_torch_function_unary(q):  # a subclass that follows its use
+        given: dict[str, Any] = {"choice": choice, "prior": prior, "scale": scale}
+        given |= {"softcap": softcap, "dropout": dropout}
+        given |= {"backend": backend, "return_weights": return_weights}
+        out: Tensor | tuple[Tensor, Tensor]
+        out = handle_torch_function(attend, (q,), q, k, v, **given)  # type: ignore[arg-type]
+        return out
     if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: it costs microseconds in small models.
         beta = choice.beta
@@ -210,3 +221,17 @@ def _prepare(
     if spec.prior is not None:
         spec.prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return q, k, v, describe(q, k, v, spec, dropout, return_weights)
+
+
+_OF_SDPA = {
+    "is_causal": "prior=fenchel.Causal()",
+    "attn_mask": "prior=mask, where True means that a key may be attended to, as in torch",
+    "dropout_p": "dropout=",
+    "enable_gqa": "no flag: heads are grouped by the shapes of q and k",
+}
+"""Arguments of torch's scaled_dot_product_attention, and what they are here."""
+
+
+def _hint(name: str) -> str:
+    hint = f"; here it is {_OF_SDPA[name]}" if name in _OF_SDPA else ""
+    return f"attend() got an unexpected keyword argument {name!r}{hint}."

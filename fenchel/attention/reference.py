@@ -28,6 +28,7 @@ from torch.nn.functional import dropout as drop
 from fenchel.attention.prior import Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.choice.base import is_plain
+from fenchel.torch_internals import autocast_enabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -100,7 +101,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     torch.float32
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
@@ -131,7 +132,7 @@ def full_precision(f: Callable[P, R]) -> Callable[P, R]:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x y in their own dtype, also under torch.autocast, and so are its derivatives."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocast_enabled(x.device.type):
         return torch.matmul(x, y)
     if is_plain(x) and is_plain(y):
         out: Tensor = _Product.apply(x, y)  # type: ignore[no-untyped-call]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fenchel.torch_internals import autocast_enabled
+
 
 def output_axes(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """The axes of the outputs before T: the broadcast batch, then the heads of q."""
@@ -42,7 +44,7 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     Its rule for a product; it leaves float64 as it is.
     """
     dtypes = {q.dtype, k.dtype, v.dtype}
-    if len(dtypes) == 1 or not torch.is_autocast_enabled(q.device.type):
+    if len(dtypes) == 1 or not autocast_enabled(q.device.type):
         return q, k, v
     if torch.float64 in dtypes or not all(dtype.is_floating_point for dtype in dtypes):
         return q, k, v

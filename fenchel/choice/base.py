@@ -51,7 +51,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fenchel.choice.secular import eigenvalue_bounds, largest_eigenvalue
-from fenchel.torch_internals import is_func_placeholder
+from fenchel.torch_internals import has_no_values, is_func_placeholder
 
 FORBIDDEN = float("-inf")
 _ROUNDINGS = 8
@@ -290,7 +290,7 @@ def relative(s: Tensor, v: Tensor) -> Tensor:
 
 def is_plain(t: Tensor) -> bool:
     """Whether t holds numbers, and is no placeholder of torch.compile or torch.func."""
-    return not torch.compiler.is_compiling() and not is_func_placeholder(t)
+    return not (torch.compiler.is_compiling() or is_func_placeholder(t) or has_no_values(t))
 
 
 def is_readable(t: Tensor) -> bool:

@@ -52,7 +52,7 @@ from fenchel.attention import Causal, Dense, Prior, Window, attend
 from fenchel.attention.bias import Sink, with_sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall, AttentionSpec
 from fenchel.choice import Choice
-from fenchel.choice.by_name import FIELD, choice_from_record, choice_record
+from fenchel.choice.by_name import FIELD, choice_record
 
 IRRELEVANT_KEYWORDS = frozenset(
     {
@@ -401,31 +401,6 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-
-def attach(
-    model: Any,
-    choice: Choice | None = None,
-    *,
-    observer: CallObserver | None = None,
-    override: QKVOverride | None = None,
-    backend: str = "auto",
-) -> Attachment:
-    """Switch a transformers model to attention by ``choice``, or by the map in its config.
-
-    ``observer`` receives every call; ``override`` may compute one in place of ``attend``, whose
-    ``backend`` is the one named.
-    """
-    if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
-        raise ValueError(f"attach needs a model of transformers, got {type(model).__name__}.")
-    if choice is None:
-        record = getattr(model.config, FIELD, None)
-        if record is None:
-            raise ValueError(
-                f"this {type(model).__name__} was not saved with a map of fenchel; name one."
-            )
-        choice = choice_from_record(record)
-    return Attachment(model, choice, observer=observer, override=override, backend=backend)
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:

@@ -14,6 +14,7 @@ Written against transformers 5.22; nothing of it is imported before a model is l
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -29,7 +30,7 @@ from fenchel.checkpoints.directory import (
     require_finite,
     require_no_file_names,
 )
-from fenchel.files import Damaged, printable
+from fenchel.files import Damaged, Notice, printable
 from fenchel.hf.adapter import needs_transformers
 
 _ORIGINS = frozenset(
@@ -213,9 +214,15 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_sentence(action: str) -> Iterator[None]:
-    """The one boundary to transformers: any of its errors becomes a ValueError of one sentence."""
+    """The one boundary to transformers: any of its errors becomes a ValueError of one sentence.
+
+    Its warnings are not shown; ours (``Notice``) are.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", Notice)
+            yield
     except (MemoryError, Damaged):
         raise
     except Exception as error:

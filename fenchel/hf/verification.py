@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fenchel.attention.spec import SOFTMAX
 from fenchel.choice import Choice
-from fenchel.hf.adapter import attach
+from fenchel.hf.multihead import attach
 
 
 class ProvedLayer(NamedTuple):

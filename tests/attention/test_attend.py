@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -13,6 +14,7 @@ from torch.func import grad, jacrev
 from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention import (
+    ALiBi,
     Causal,
     Dense,
     Padding,
@@ -25,18 +27,20 @@ from fenchel.attention import (
     trace,
 )
 from fenchel.attention.backends import BACKENDS
-from fenchel.choice import Capped, Entmax, Softmax, Sparsemax
+from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
+from fenchel.torch_internals import tensors_without_values
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def test_rows_are_the_definition_written_query_by_query(draw) -> None:
     q, k, v = draw(4, 5), draw(7, 5), draw(7, 3)
-    out = attend(q, k, v, backend="reference")
-    for t in range(4):
-        s = torch.stack([q[t] @ k[i] for i in range(7)]) / 5**0.5
-        alpha = s.exp() / s.exp().sum()
-        torch.testing.assert_close(out[t], sum(alpha[i] * v[i] for i in range(7)))
+    for scale, beta in ((None, 5**-0.5), (0.7, 0.7)):
+        out = attend(q, k, v, scale=scale, backend="reference")
+        for t in range(4):
+            s = torch.stack([beta * (q[t] @ k[i]) for i in range(7)])
+            alpha = s.exp() / s.exp().sum()
+            torch.testing.assert_close(out[t], sum(alpha[i] * v[i] for i in range(7)))
 
 
 Q = torch.tensor([[1.0, 0, 1], [0, 1, 1]], dtype=torch.float64)
@@ -67,12 +71,14 @@ def test_the_worked_forward_pass_when_causal(backend: str) -> None:
 @pytest.mark.parametrize("choice", [Softmax(), Softmax(2.5), Entmax(1.5)], ids=repr)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_grouped_heads_are_repeated_heads(qkv: QKV, choice, backend: str) -> None:
-    q, k, v = qkv
-    repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
-    for prior in (None, Causal(), Padding(torch.tensor([5, 2])) + Window(3, 2)):
-        ours = attend(q, k, v, choice=choice, prior=prior, backend=backend)
-        theirs = attend(q, *repeated, choice=choice, prior=prior, backend="reference")
-        torch.testing.assert_close(ours, theirs)
+    q, *kv = qkv
+    for G in (3, 1):  # groups, and one head of keys for all queries
+        k, v = (x[:, :G] for x in kv)
+        repeated = [x.repeat_interleave(6 // G, dim=1) for x in (k, v)]
+        for prior in (None, Causal(), Padding(torch.tensor([5, 2])) + Window(3, 2)):
+            ours = attend(q, k, v, choice=choice, prior=prior, backend=backend)
+            theirs = attend(q, *repeated, choice=choice, prior=prior, backend="reference")
+            torch.testing.assert_close(ours, theirs)
 
 
 PRIORS = {
@@ -170,7 +176,7 @@ def test_a_step_with_a_cache_is_the_last_row_of_the_whole(draw) -> None:
             torch.testing.assert_close(few, whole[:, :, -T:])
 
 
-def test_the_future_does_not_leak(draw) -> None:
+def test_keys_of_the_future_change_no_output(draw) -> None:
     q, k, v = draw(2, 6, 7, 5), draw(2, 3, 7, 5), draw(2, 3, 7, 3)
     for choice in (Softmax(), Entmax(1.5)):
         before = attend(q, k, v, choice=choice, prior=Causal())
@@ -281,6 +287,9 @@ def test_variance_of_a_score_with_and_without_means() -> None:
     general = 64 * (1.5**4 + 2 * 1.5**2)
     assert general == 612
     assert ((q + 1) * (k + 1)).sum(-1).var().item() == pytest.approx(general, rel=0.02)
+    # deviations 1.5 and 0.75, means 1 and -2: each of the four has its place in the formula
+    unequal = 64 * (1.5**2 * 0.75**2 + 1.5**2 * 2**2 + 0.75**2 * 1**2)
+    assert ((q + 1) * (k / 2 - 2)).sum(-1).var().item() == pytest.approx(unequal, rel=0.02)
     scaled = (q * k).sum(-1) / 8
     assert scaled.var().item() == pytest.approx(1.5**4, rel=0.02)
 
@@ -497,3 +506,41 @@ def test_two_reverse_derivatives_of_softmax(draw) -> None:
 
 def test_the_help_of_attend_names_every_back_end() -> None:
     assert all(f'"{name}"' in (attend.__doc__ or "") for name in ("auto", *BACKENDS))
+
+
+@pytest.mark.parametrize("prior", [None, Causal(), Causal() + ALiBi(2)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [Softmax(), Entmax(1.5), Entmax(1.3), Sparsemax(), Hard(), Capped(0.5)], ids=str
+)
+@pytest.mark.parametrize("fake", [False, True])
+def test_shapes_are_computed_without_values(
+    choice: Choice, prior: Prior | None, fake: bool
+) -> None:
+    """On the device "meta" and under FakeTensorMode, as tools that count shapes and memory do."""
+    with tensors_without_values() if fake else nullcontext():
+        device = "cpu" if fake else "meta"
+        q = torch.randn(1, 2, 5, 8, device=device, requires_grad=True)
+        v = torch.randn(1, 2, 5, 3, device=device)
+        out = attend(q, q, v, choice=choice, prior=prior)
+        out.sum().backward()
+    assert out.shape == (1, 2, 5, 3)
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"is_causal": True}, r"prior=fenchel\.Causal\(\)"),
+        ({"attn_mask": None}, "prior=mask"),
+        ({"dropout_p": 0.1}, "dropout="),
+        ({"enable_gqa": True}, "grouped by the shapes"),
+        ({"prio": None}, "unexpected keyword argument 'prio'"),
+    ],
+)
+def test_arguments_of_torchs_function_get_the_one_that_they_are_here(
+    given: dict[str, object], hint: str
+) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=hint):
+        attend(q, q, q, **given)  # type: ignore[call-overload]

@@ -95,3 +95,28 @@ def test_a_move_of_another_shape_is_refused(qkv: QKV) -> None:
     _, k, v = qkv
     with pytest.raises(ValueError, match="its tensor's shape"):
         attend_jvp(qkv, (k, k, v), choice=Softmax())
+
+
+def test_a_gradient_of_sparsemax_is_that_of_the_support_which_rounding_chose() -> None:
+    """A key at the edge of the support, where the derivative jumps."""
+    other = 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        k, v, g = (torch.randn(1, 1, 5, 4, generator=generator) for _ in range(3))
+        q = 3.0 * torch.randn(1, 1, 1, 4, generator=generator)
+        z = (q.double() @ k.double().mT)[0, 0, 0] / 2
+        inside = Sparsemax().weights(z) > 0
+        if inside.all():
+            continue
+        tau, edge = (z[inside].sum() - 1) / inside.sum(), int((~inside).nonzero()[0])
+        k[0, 0, edge] += q[0, 0, 0] * float((tau - z[edge]) * 2 / q.double().square().sum())
+        q.requires_grad_()
+        out, p = attend(q, k, v, choice=Sparsemax(), return_weights=True)
+        (found,) = torch.autograd.grad((out * g[:, :, :1]).sum(), q)
+        support = p[0, 0, 0] > 0
+        c = (v.double() @ g.double()[:, :, :1].mT)[0, 0, :, 0]
+        exact = torch.where(support, c - c[support].mean(), 0.0) @ k.double()[0, 0] / 2
+        torch.testing.assert_close(found[0, 0, 0].double(), exact, rtol=1e-4, atol=1e-5)
+        z = (q.detach().double() @ k.double().mT)[0, 0, 0] / 2
+        other += bool(((Sparsemax().weights(z) > 0) != support).any())
+    assert other > 0  # some of them are on the other side

@@ -73,7 +73,7 @@ def test_at_scores_of_zero_rows_are_even_and_the_slope_is_the_centring() -> None
 
 @pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5)], ids=repr)
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
-def test_the_written_gradients_are_those_of_autograd(draw, choice, batch) -> None:
+def test_the_written_gradients_of_a_layer_are_those_of_autograd(draw, choice, batch) -> None:
     X, W_Q, W_K, W_V = draw(*batch, N, M), draw(M, D), draw(M, D), draw(M, E)
     R = draw(*batch, N, E)
     variables = [x.requires_grad_() for x in (X, W_Q, W_K, W_V)]

@@ -57,7 +57,7 @@ def test_step_by_step_gives_the_causal_form(draw, features) -> None:
 
 
 @every_feature
-def test_the_future_does_not_leak(draw, features) -> None:
+def test_keys_of_the_future_change_no_linear_output(draw, features) -> None:
     q, k, v = draw(1, 2, 150, 5), draw(1, 2, 150, 5), draw(1, 2, 150, 4)
     before = linear_attend(q, k, v, features=features, causal=True)
     k[:, :, 100:], v[:, :, 100:] = 1e3, 1e30

@@ -22,7 +22,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("beta", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("with_prior", [False, True])
-def test_a_convex_solver_agrees(beta: float, with_prior: bool) -> None:
+def test_a_convex_solver_agrees_with_the_reverse_divergence(beta: float, with_prior: bool) -> None:
     z, log_u = draw(6), draw(6, seed=1) if with_prior else None
     u = (torch.zeros(6).double() if log_u is None else log_u).softmax(-1).numpy()
     p = cp.Variable(6)

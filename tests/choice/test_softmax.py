@@ -67,6 +67,9 @@ def test_without_a_prior_the_value_is_larger_by_log_k_than_with_the_uniform_one(
     uniform = torch.full((5,), -math.log(5), dtype=torch.float64)
     gap = Softmax(beta).value(z) - Softmax(beta).value(z, uniform)
     torch.testing.assert_close(float(gap), math.log(5) / beta)
+    p = Softmax(beta).weights(z, uniform)
+    torch.testing.assert_close(p, (beta * z).exp() / (beta * z).exp().sum())
+    torch.testing.assert_close(divergence(p, uniform.exp()), math.log(5) - entropy(p))
 
 
 def test_any_other_law_loses_its_divergence_from_the_best() -> None:
@@ -92,6 +95,17 @@ def test_log_sum_exp_lies_below_its_chords() -> None:
     a, b, share = draw(50, 4), draw(50, 4, seed=1), torch.linspace(0, 1, 50).double()
     middle = Softmax().value(share[:, None] * a + (1 - share[:, None]) * b)
     assert (middle <= share * Softmax().value(a) + (1 - share) * Softmax().value(b)).all()
+
+
+def test_entropy_lies_above_its_chords_and_below_the_logarithm_and_zeros_add_nothing() -> None:
+    a, b = draw(50, 4).softmax(-1), draw(50, 4, seed=1).softmax(-1)
+    share = torch.linspace(0, 1, 50).double()
+    between = share[:, None] * a + (1 - share[:, None]) * b
+    assert (entropy(between) >= share * entropy(a) + (1 - share) * entropy(b) - 1e-15).all()
+    torch.testing.assert_close(Softmax().regulariser(between), -entropy(between))
+    assert (entropy(a) < math.log(4)).all()
+    even = torch.tensor([[1 / 4] * 4, [0.5, 0.5, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]).double()
+    torch.testing.assert_close(entropy(even), torch.tensor([4.0, 2.0, 1.0]).double().log())
 
 
 def test_the_jacobian_is_beta_times_diag_p_less_p_p() -> None:

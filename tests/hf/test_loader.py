@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from fenchel.checkpoints.directory import open_directory
+from fenchel.files import Notice
 from fenchel.hf import load_transformers_model
+from fenchel.hf.loader import one_sentence
 
 SIZES = {
     "opt": {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -205,3 +208,10 @@ def test_a_class_that_is_not_known_gives_the_bare_model_or_is_refused(folder: Pa
     assert type(load(folder)).__name__ == "OPTModel"
     with pytest.raises(ValueError, match="names no architecture of transformers"):
         load_transformers_model(open_directory(folder), bare_otherwise=False)
+
+
+def test_warnings_of_transformers_are_not_shown_and_ours_are() -> None:
+    with warnings.catch_warnings(record=True) as shown, one_sentence("build it"):
+        warnings.warn("`rope_scaling` is deprecated", FutureWarning, stacklevel=1)
+        warnings.warn("a sentence of ours", Notice, stacklevel=1)
+    assert [str(one.message) for one in shown] == ["a sentence of ours"]
