@@ -17,7 +17,9 @@ tables and repeated tensors that the model does not need are left out.
 """
 
 import json
-from collections.abc import Mapping
+import os
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +43,20 @@ from fenchel.checkpoints.peft_adapter import ADAPTER_WEIGHTS, adapter_files
 from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.tokenizer import COPIED, read_files
-from fenchel.checkpoints.tuned_run import read_base
-from fenchel.checkpoints.weights import read_weights, write_weights
+from fenchel.checkpoints.tuned_run import bases, read_base
+from fenchel.checkpoints.weights import meta_state_dict, read_weights, write_weights
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import AnyTokenizer, TextTokenizer
-from fenchel.files import committed, discard, require_space
+from fenchel.files import (
+    MANIFEST,
+    Notice,
+    committed,
+    discard,
+    manifest_of_all,
+    printable,
+    require_output,
+    require_space,
+)
 from fenchel.model.attention import layer_choice
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, family_for, family_of
@@ -54,9 +65,13 @@ from fenchel.model.families.setting_rows import HARMLESS
 from fenchel.model.sigma_linear import SigmaLinear, matrix_of
 from fenchel.model.transformer import Transformer
 
+_HEADER = {"format": 1}
+"""Entries of the manifest of an export besides its files; those of a run's folders have more."""
 SHARD = 5 * 10**9
 """Bytes of weights in one file."""
 _REPLACED = frozenset({"auto_map", "dtype", "torch_dtype", "attn_implementation"})
+_NOT_NAMED = (".md", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".safetensors", "")
+"""Endings of files that no copy needs: pages, and other forms of the weights."""
 _ALPHA = ModelConfig(vocabulary=1).entmax_alpha  # of a model whose choice has none
 _BEGINNINGS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]")
 
@@ -81,6 +96,11 @@ def save(
     source = _Source.of(model, tokenizer)
     config, attached = source.without_attached(config)
     family = family_for(config, weights, source.config.get("model_type"))
+    if steered := sorted(weights.keys() - meta_state_dict(config).keys()):
+        raise ValueError(
+            f"the model is steered and {family.name} has no {steered[0]} to hold the direction; "
+            "save the model without it, beside the file of the direction."
+        )
     theirs = write_weights(weights, family, config, dtype)
     tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
@@ -157,8 +177,8 @@ def write_directory(
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
     require_space(path.parent, size + sum(len(content) for content in files.values()) + 2**20)
-    whole = path.with_name(f"{path.name}.new") if path.exists() else path
-    with committed(whole, {"format": 1}) as folder:
+    whole = _beside(path) if path.exists() else path
+    with committed(whole, _HEADER) as folder:
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             (folder / name).write_bytes(data)
@@ -168,14 +188,29 @@ def write_directory(
         whole.rename(path)
 
 
-def require_free(path: Path, *, overwrite: bool) -> None:
-    """Refuse a target that exists and is not empty, unless ``overwrite`` is set."""
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ValueError(f"{path} exists and is not a directory; choose another.")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise ValueError(
-            f"{path} is not empty; choose another, or replace it with --force (overwrite=True)."
-        )
+def require_free(path: Path, *, overwrite: bool, reads: Iterable[str | Path | None] = ()) -> None:
+    """Refuse a target that is not empty, or that is one of ``reads``, holds one or lies in one.
+
+    ``overwrite`` replaces only a directory that this module has written, with nothing added to it.
+    """
+    require_output(path, folder=True, reads=reads)
+    if not path.exists():
+        return
+    if any(path.iterdir()):
+        if not overwrite:
+            raise ValueError(f"{path} is not empty; choose another, or replace it with --force.")
+        manifest = manifest_of_all(path) or {}
+        if manifest.keys() != _HEADER.keys() | {"files", "seal"}:
+            raise ValueError(
+                f"{path} holds files that no export of fenchel has written, so it is not replaced; "
+                "remove it, or choose another."
+            )
+    require_output(_beside(path), folder=True)  # where it is written first
+
+
+def _beside(path: Path) -> Path:
+    """Where a directory is written that replaces another."""
+    return path.with_name(f"{path.name}.new-{os.getpid()}")
 
 
 def token_ids(tokenizer: TextTokenizer | None, kind: str) -> dict[str, int | None]:
@@ -259,12 +294,12 @@ def convert(
     of PEFT that is merged into the weights.
     """
     source, target = Path(source), Path(target)
-    if target.resolve() == source.resolve():
-        raise ValueError(f"{target} is also the source; choose another.")
-    require_free(target, overwrite=overwrite)  # before the work, and again when it is done
+    reads = [source, adapter, *bases(source)]  # checked before the work
+    require_free(target, overwrite=overwrite, reads=reads)
     if adapter is None and not is_run(source) and has_file(source, CONFIG):
         return _recast(source, target, dtype, overwrite=overwrite)
-    model, tokenizer, _ = load(source, which=which, adapter=adapter)
+    wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
+    model, tokenizer, _ = load(source, which=which, adapter=adapter, dtype=wide)
     family = save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
     _, weights = export_state(model)
     kind = dtype or next(iter(weights.values())).dtype
@@ -277,7 +312,7 @@ def convert_to_peft(
 ) -> int:
     """Write the adapters of a run as the PEFT directory ``target``; returns how many numbers."""
     source, target = Path(source), Path(target)
-    require_free(target, overwrite=overwrite)
+    require_free(target, overwrite=overwrite, reads=[source, *bases(source)])
     model = load_adapted(source, which=which)
     base = read_base(source)
     assert base is not None
@@ -288,14 +323,16 @@ def convert_to_peft(
 
 def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite: bool) -> Converted:
     directory = open_directory(source)
-    family = family_of(directory.config["model_type"], directory.tensors, source / CONFIG)
+    family = family_of(directory.model_type, directory.tensors, source / CONFIG, directory.config)
     config = family.read(directory.config, directory.tensors, source / CONFIG)
     weights = read_weights(directory, family, config)
     tensors = write_weights(weights, family, config, dtype)
     kind = next(iter(tensors.values())).dtype
     settings = {k: v for k, v in directory.config.items() if k not in ("torch_dtype", "auto_map")}
     files = {CONFIG: dumps({**settings, "dtype": str(kind).removeprefix("torch.")}).encode()}
-    write_directory(target, files | read_files(source, COPIED), tensors, overwrite=overwrite)
+    copied = read_files(source, COPIED)
+    _name_dropped(directory, copied)
+    write_directory(target, files | copied, tensors, overwrite=overwrite)
     return Converted(family.name, sum(t.numel() for t in tensors.values()), kind)
 
 
@@ -307,6 +344,31 @@ def write_copy(source: CheckpointDirectory, target: Path, settings: Mapping[str,
     """
     config = {k: v for k, v in source.config.items() if k != "auto_map"}
     files = {CONFIG: dumps({**config, **settings}).encode()}
+    copied = read_files(source.path, COPIED)
+    _name_dropped(source, copied)
     with open_tensors(source) as tensors:
         weights = {name: tensors[name] for name in source.tensors}
-        write_directory(target, files | read_files(source.path, COPIED), weights, overwrite=False)
+        write_directory(target, files | copied, weights, overwrite=False)
+
+
+def _name_dropped(source: CheckpointDirectory, copied: Collection[str]) -> None:
+    """Warn of what a copy of a directory leaves out, such as the pooling of sentence-transformers.
+
+    Pages for readers, hidden files and other forms of the weights are not named.
+    """
+    kept = {CONFIG, MANIFEST, INDEX, *copied}
+    left = sorted(
+        file.name
+        for file in source.path.iterdir()
+        if file.name not in kept
+        and not file.name.startswith(".")
+        and (file.is_dir() or file.suffix.lower() not in _NOT_NAMED)
+    )
+    if left:
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        warnings.warn(
+            f"{source.path}: {', '.join(printable(name, 60) for name in left[:8])}{more} "
+            f"{'is' if len(left) == 1 else 'are'} not copied; copy what is needed by hand.",
+            Notice,
+            stacklevel=4,
+        )

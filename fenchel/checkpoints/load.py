@@ -32,6 +32,7 @@ from fenchel.checkpoints.weights import (
 from fenchel.config import from_mapping, parse_toml
 from fenchel.data import TextTokenizer
 from fenchel.files import CHECKPOINTS, Notice, printable, read_regular
+from fenchel.hub_cache import find_checkpoint, require_checkpoint
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
@@ -59,12 +60,14 @@ def load(
 ) -> Loaded:
     """The model and tokenizer of a run directory or a Hugging Face directory.
 
+    "ORGANISATION/NAME" or "ORGANISATION/NAME@REVISION" is looked up in the Hugging Face cache.
     Of a run, its ``best`` checkpoint or its ``newest``; a Hugging Face directory has only one.
     Weights keep the dtype they were saved in unless another is given. ``adapter`` is a directory of
     PEFT whose LoRA adapters are merged into the weights.
     """
+    path = find_checkpoint(path)
     model = load_model(path, which=which, dtype=dtype, adapter=adapter)
-    tokenizer = read_tokenizer(Path(path), model.config.vocabulary)
+    tokenizer = read_tokenizer(path, model.config.vocabulary)
     return Loaded(model, tokenizer, model.config)
 
 
@@ -76,10 +79,12 @@ def load_model(
     adapter: str | Path | None = None,
 ) -> Transformer:
     """``load`` without the tokenizer."""
-    model = _load(Path(path), which, dtype, ())
-    if adapter is not None:
-        merge_adapter(model, adapter)
-    return model
+    path = find_checkpoint(path)
+    if adapter is None:
+        return _load(path, which, dtype, ())
+    model = _load(path, which, _wide(dtype), ())
+    merge_adapter(model, find_checkpoint(adapter))
+    return model.to(dtype=dtype)
 
 
 def load_adapted(run: str | Path, *, which: str = "best") -> Transformer:
@@ -110,8 +115,7 @@ def _load_adapted(
 def _load(
     path: Path, which: str, dtype: torch.dtype | None, above: tuple[Path, ...]
 ) -> Transformer:
-    if not path.is_dir():
-        raise ValueError(f"there is no run directory or checkpoint {path}.")
+    require_checkpoint(path)
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
     files: dict[str, bytes] = {}
@@ -119,7 +123,7 @@ def _load(
         base = read_base(path)
         if base is not None and base.lora is not None:
             model = _load_adapted(path, base, which, above)
-            merge(model)
+            merge(model.to(dtype=_wide(dtype)))
             model.source_files = read_files(model_files(path), _BESIDE)
             return model.to(dtype=dtype)
         config, weights = read_checkpoint(path, which, lambda found: _read_run(found, dtype))
@@ -141,6 +145,11 @@ def _load(
     model = build(config, weights).to(dtype=dtype)
     model.source_files = files
     return model
+
+
+def _wide(dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which adapters are merged into weights that become ``dtype``."""
+    return None if dtype is None else torch.promote_types(dtype, torch.float32)
 
 
 def build(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transformer:
@@ -178,6 +187,6 @@ def _read_family(
     directory: CheckpointDirectory, dtype: torch.dtype | None
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     where = directory.config_path
-    family = family_of(directory.model_type, directory.tensors, where)
+    family = family_of(directory.model_type, directory.tensors, where, directory.config)
     config = family.read(directory.config, directory.tensors, where)
     return config, read_weights(directory, family, config, dtype)

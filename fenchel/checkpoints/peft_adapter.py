@@ -9,6 +9,7 @@ layout are those of the family's table of tensors, so that adapters travel as we
     three maps there, one here (Llama)      q_proj has the rows of B that make queries, and A
     one map there, transposed (GPT-2)       the same A and B: PEFT writes them for x W^T always
     one map there, interleaved (NeoX)       the rows of B in the order of that family
+    one map there, two here (Phi-3)         A of both, B zero on the rows of the other
 
 Where ours has adapters only on queries, keys or values and the family has one map for all, the
 three stand side by side in one of rank P r, B being zero between them; rank_pattern and
@@ -24,13 +25,14 @@ Hu et al. (2021), LoRA: low-rank adaptation of large language models.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fenchel.checkpoints.directory import (
     DTYPES,
@@ -41,9 +43,11 @@ from fenchel.checkpoints.directory import (
     read_bounded_json,
     regular_file,
     require_finite,
+    verify_manifest,
 )
 from fenchel.checkpoints.safetensors_header import read_header
 from fenchel.files import printable
+from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, Match, family_for
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.tensor_rows import TRANSPOSED
@@ -100,10 +104,15 @@ def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dic
     if not layers:
         raise ValueError("the model has no adapters to write.")
     rank, scale = layers[0][1].rank, layers[0][1].scale
-    pairs: list[Pair] = []
+    modules: dict[str, Pair] = {}
     for name, layer in layers:
         (match,) = family.matches(model.config, [f"{name}.weight"])
-        pairs += _pairs(layer, match, model)
+        for pair in _pairs(layer, match, model):
+            if (other := modules.get(pair.module)) is not None:  # side by side
+                A, B = torch.cat((other.A, pair.A)), torch.cat((other.B, pair.B), dim=1)
+                pair = Pair(pair.module, A, B)
+            modules[pair.module] = pair
+    pairs = list(modules.values())
     tensors = {
         f"{_PREFIX}{module}.lora_{part}.weight": torch.empty_like(
             factor, device="cpu", memory_format=torch.contiguous_format, requires_grad=False
@@ -144,7 +153,9 @@ def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
             ):
                 B[start:stop, n * layer.rank : (n + 1) * layer.rank] = B_p
         rows = B if match.layout is TRANSPOSED else match.layout.split(B, model.config)[0]
-        return [Pair(modules[0], A, rows)]
+        before = match.layout.part * len(rows)
+        after = (match.layout.parts - 1) * len(rows) - before
+        return [Pair(modules[0], A, pad(rows, (0, 0, before, after)))]
     if single:
         return [
             Pair(module, A, rows)
@@ -167,27 +178,43 @@ def _targets(modules: Sequence[str], family: Family, model: Transformer) -> list
 
 
 class _Place(NamedTuple):
-    """Where a linear map of the family is among our weights."""
+    """One of our linear maps that holds a map of the family, or some of its rows."""
 
-    name: str
-    """Of our weight."""
+    linear: nn.Linear
     match: Match
     number: int
     """Which of the family's maps that it holds."""
 
+    def outputs(self, config: ModelConfig) -> int:
+        """How many rows of the family's map are in ours."""
+        part = self.match.layout.split(self.linear.weight, config)[self.number]
+        return part.shape[1 if self.match.layout is TRANSPOSED else 0]
 
-def _linear_maps(family: Family, model: Transformer) -> dict[str, _Place]:
-    """The linear maps inside blocks, by their names in transformers."""
-    names = [
-        f"{name}.weight"
+    def add(self, product: Tensor, config: ModelConfig) -> None:
+        """Add those rows of the product of an adapter, (O, I), in its dtype."""
+        layout, weight = self.match.layout, self.linear.weight
+        theirs = [part.to(product.dtype) for part in layout.split(weight, config)]
+        theirs[self.number] = theirs[self.number] + (
+            product.t() if layout is TRANSPOSED else product
+        )
+        joined = theirs[0] if layout.parts > 1 else layout.join(theirs, config)
+        whole = joined.to(weight.dtype)
+        self.linear.weight = nn.Parameter(whole.contiguous(), weight.requires_grad)
+
+
+def _linear_maps(family: Family, model: Transformer) -> dict[str, list[_Place]]:
+    """The linear maps inside blocks by their names in transformers, in the order of their rows."""
+    linears = {
+        f"{name}.weight": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.startswith("blocks.")
-    ]
-    return {
-        theirs.removesuffix(".weight"): _Place(match.ours, match, number)
-        for match in family.matches(model.config, names)
-        for number, theirs in enumerate(match.theirs)
     }
+    places: dict[str, list[_Place]] = {}
+    for match in sorted(family.matches(model.config, linears), key=lambda match: match.layout.part):
+        for number, theirs in enumerate(match.theirs):
+            place = _Place(linears[match.ours], match, number)
+            places.setdefault(theirs.removesuffix(".weight"), []).append(place)
+    return places
 
 
 @torch.no_grad()
@@ -207,13 +234,9 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
     with open_tensors(directory) as tensors:
         merged = []
         for module, names in _modules(directory, places, family):
-            name, match, number = places[module]
-            linear = model.get_submodule(name.removesuffix(".weight"))
-            assert isinstance(linear, nn.Linear)
-            wide = torch.promote_types(linear.weight.dtype, torch.float32)
-            theirs = [part.to(wide) for part in match.layout.split(linear.weight, model.config)]
-            transposed = match.layout is TRANSPOSED
-            outputs, inputs = theirs[number].shape[:: -1 if transposed else 1]
+            weight = places[module][0].linear.weight
+            rows = [place.outputs(model.config) for place in places[module]]
+            outputs, inputs = sum(rows), places[module][0].linear.in_features
             A, B = (directory.tensors[names[part]].entry for part in "AB")
             R = A.shape[0]
             if A.shape != (R, inputs) or B.shape != (outputs, R) or not 0 < R <= _LARGEST_RANK:
@@ -221,19 +244,23 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
                     f"{path}: the adapter of {module} has shapes {list(A.shape)} and "
                     f"{list(B.shape)}, and the map has {inputs} inputs and {outputs} outputs."
                 )
-            factors = [tensors[names[part]].to(linear.weight.device, wide) for part in "AB"]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            factors = [tensors[names[part]].to(weight.device, wide) for part in "AB"]
             for part, factor in zip("AB", factors, strict=True):
                 require_finite(factor, f"{path}: {names[part]}")
             product = _scale(directory, module, R) * (factors[1] @ factors[0])
-            theirs[number] = theirs[number] + (product.t() if transposed else product)
-            whole = match.layout.join(theirs, model.config).to(linear.weight.dtype)
-            linear.weight = nn.Parameter(whole.contiguous(), linear.weight.requires_grad)
+            for place, part_OI in zip(places[module], torch.split(product, rows), strict=True):
+                place.add(part_OI, model.config)
             merged.append(module)
     return merged
 
 
 def open_adapter(path: Path) -> CheckpointDirectory:
-    """The checked settings and tensor table of a PEFT directory."""
+    """The checked settings and tensor table of a PEFT directory.
+
+    Where it has a manifest of ours, every file that this names is compared with it.
+    """
+    digests = verify_manifest(path)
     settings = read_bounded_json(path, ADAPTER_CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":
@@ -257,11 +284,11 @@ def open_adapter(path: Path) -> CheckpointDirectory:
                 f"of an adapter are of {', '.join(DTYPES)}."
             )
     tensors = {name: TensorLocation(file, name, entry) for name, entry in entries.items()}
-    return CheckpointDirectory(path, settings, tensors)
+    return CheckpointDirectory(path, settings, tensors, digests)
 
 
 def _modules(
-    directory: CheckpointDirectory, places: Mapping[str, _Place], family: Family
+    directory: CheckpointDirectory, places: Collection[str], family: Family
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Every module with an adapter, and the names of its two tensors."""
     modules: dict[str, dict[str, str]] = {}

@@ -1,22 +1,18 @@
 """The tokenizer of a checkpoint directory, and how a text begins for its model.
 
 A model is trained on texts that begin in one way, and without that beginning even a good one writes
-nonsense. ``read_tokenizer`` decides the beginning once, for every command, and stores it in the
-template of the tokenizer (``begin_ids``), where ``save`` and transformers find it too:
+nonsense. ``read_tokenizer`` decides the beginning once, for every command, as transformers does,
+and stores it in the template of the tokenizer (``begin_ids``), where ``save`` and transformers find
+it too:
 
-    a run of ours                       the end token, as in training, or as the checkpoint
-                                        begins a text that the run tunes
-    a template in tokenizer.json        what the template puts before a text
-    "add_bos_token" in
-      tokenizer_config.json             the token bos_token_id if true, no token if false
-    otherwise                           the token bos_token_id, unless models of the family are
-                                        trained without one (``Family.begins_with_bos``)
-    no bos_token_id, or not an id
-      of tokenizer.json                 no token
+    a run of ours             the end token, as in training, or as the checkpoint begins a text that
+                              the run tunes
+    a Hugging Face directory  what the template of tokenizer.json puts before a text, which may be
+                              nothing; without one, what ``_TEMPLATES`` has for the class of the
+                              tokenizer, else no token
 
-bos_token_id is that of generation_config.json, else of config.json, else the id of the bos_token
-in tokenizer_config.json. A template takes precedence in transformers too, which adds no token where
-there is neither a template nor a switch: the last rows but one are what the model was trained on.
+bos_token_id and "add_bos_token" do not count: transformers leaves them out where there is a
+tokenizer.json, and a model that was trained with a first token has it in the template.
 
 A template of tokenizer.json encloses any text; the chat template writes a conversation, and is
 chat_template.jinja, else the field chat_template of chat_template.json or of tokenizer_config.json.
@@ -49,7 +45,6 @@ from fenchel.data import (
 )
 from fenchel.data.chat import LARGEST_TEMPLATE
 from fenchel.files import printable, read_regular
-from fenchel.model.families import FAMILIES
 from fenchel.model.families.config_reader import CONFIG
 
 
@@ -75,10 +70,9 @@ def read_tokenizer(
             f"{path / TOKENIZER} has {size} ids and the vocabulary of the model {vocabulary}; "
             "it is not the tokenizer of this model."
         )
-    if not tokenizer.begin_ids:
-        begin = tokenizer.end_id if run else _bos_id(path, tokenizer, config)
-        tokenizer = tokenizer if begin is None else tokenizer.begin_with(begin)
-    return tokenizer
+    if run:
+        return tokenizer if tokenizer.begin_ids else tokenizer.begin_with(tokenizer.end_id)
+    return _with_template_of_class(path, tokenizer, config)
 
 
 def end_ids(path: str | Path, tokenizer: TextTokenizer) -> tuple[int, ...]:
@@ -165,33 +159,33 @@ def describe_beginning(tokenizer: TextTokenizer) -> str:
 
     >>> from fenchel.data import train_tokenizer
     >>> describe_beginning(train_tokenizer(["aa"], 300).begin_with(0))
-    'A text begins with <|end|>.'
+    "A text begins with <|end|>, the model's begin token."
     """
     names = [printable(tokenizer.id_to_token(token)) for token in tokenizer.begin_ids]
-    return f"A text begins with {' '.join(names) or 'no control token'}."
+    if not names:
+        return "A text begins with no control token."
+    return f"A text begins with {' '.join(names)}, the model's begin token{'s' * (len(names) > 1)}."
 
 
-def _bos_id(path: Path, tokenizer: TextTokenizer, config: Mapping[str, Any] | None) -> int | None:
-    """The token that begins a text where the template of tokenizer.json has none."""
+def _with_template_of_class(
+    path: Path, tokenizer: TextTokenizer, config: Mapping[str, Any] | None
+) -> TextTokenizer:
+    """The tokenizer with the template that its class has in transformers."""
     if config is None:
         config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
-    adds = settings.get("add_bos_token")
-    if not isinstance(adds, bool):
-        family = config.get("model_type")
-        adds = all(one.begins_with_bos for one in FAMILIES if one.name == family)
-    if not adds:
-        return None
-    bos = read_generation_config(path, config).bos
-    bos = _token_id(tokenizer, settings.get("bos_token")) if bos is None else bos
-    # transformers writes the family's own id into configs of other vocabularies, such as 50256.
-    return None if bos is None or tokenizer.id_to_token(bos) is None else bos
-
-
-def _token_id(tokenizer: TextTokenizer, token: Any) -> int | None:
-    """The id of a token of tokenizer_config.json, a string or an object with its content."""
-    content = _spelling(token)
-    return None if content is None else tokenizer.token_to_id(content)
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    kind = str(kind or _CLASSES.get(str(config.get("model_type")))).removesuffix("Fast")
+    if kind == _WITHOUT_TEMPLATE and tokenizer.encode_whole(""):
+        return tokenizer.enclose_with([], [])
+    if kind not in _TEMPLATES or tokenizer.library.post_processor is not None:
+        return tokenizer
+    ids = [
+        [tokenizer.token_to_id(_spelling(settings.get(name)) or usual) for name, usual in side]
+        for side in _TEMPLATES[kind]
+    ]
+    before, after = ([id for id in side if id is not None] for side in ids)
+    return tokenizer.enclose_with(before, after)
 
 
 def _spelling(token: Any) -> str | None:
@@ -206,6 +200,22 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 and cannot be a chat template.") from None
 
 
+_CLASSES = {
+    "bert": "BertTokenizer",
+    "albert": "AlbertTokenizer",
+    "t5": "T5Tokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+}
+"""Classes of tokenizers of transformers where no file of a directory names one."""
+_ENCODER = [("cls_token", "[CLS]")], [("sep_token", "[SEP]")]
+_TEMPLATES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "BertTokenizer": _ENCODER,
+    "AlbertTokenizer": _ENCODER,
+    "T5Tokenizer": ([], [("eos_token", "</s>")]),
+    "CodeLlamaTokenizer": ([("bos_token", "<s>")], []),
+}
+"""Of classes with a template of their own, the tokens before and after a text: name, default."""
+_WITHOUT_TEMPLATE = "GPTNeoXTokenizer"  # which discards that of tokenizer.json
 _SPECIAL_TOKENS = "special_tokens_map.json"
 JSON_FILES = (TOKENIZER_CONFIG, GENERATION, _SPECIAL_TOKENS, "added_tokens.json")
 CHAT_TEMPLATE, _OLD_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"

@@ -11,6 +11,7 @@ merged; it needs the checkpoint as long as it is used.
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,18 @@ def read_base(run: Path) -> TunedCheckpoint | None:
         raise Damaged(f"{run / BASE} does not name the checkpoint that the run tunes.")
     config = None if lora is None else from_mapping(LoraConfig, lora)
     return TunedCheckpoint(Path(path), weights, conversations, config)
+
+
+def bases(run: Path) -> list[Path]:
+    """The checkpoints that a run needs in order to be read: it tunes one, which may tune another.
+
+    Of a run whose record cannot be read there are none: it is refused when it is.
+    """
+    found: list[Path] = []
+    with suppress(ValueError, OSError):
+        while (base := read_base(run)) is not None and base.path not in found:
+            found.append(run := base.path)
+    return found
 
 
 def weights_sha256(model: Transformer) -> str:

@@ -45,7 +45,9 @@ def read_weights(
     shapes: dict[str, tuple[int, ...]] = {}
     for match in matches:
         parts = match.layout.split(ours[match.ours], config)
-        shapes |= {n: tuple(p.shape) for n, p in zip(match.theirs, parts, strict=True)}
+        for name, (rows, *columns) in zip(match.theirs, (p.shape for p in parts), strict=True):
+            others = shapes[name][0] if name in shapes else 0
+            shapes[name] = (others + rows, *columns)
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
     with open_tensors(directory) as tensors:
@@ -74,18 +76,18 @@ def write_weights(
     weights: Mapping[str, Tensor], family: Family, config: ModelConfig, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """The tensors of a state dict under the names and in the layouts of a family."""
-    theirs = {}
-    for match in family.matches(config, weights):
+    theirs: dict[str, Tensor] = {}
+    for match in sorted(family.matches(config, weights), key=lambda match: match.layout.part):
         parts = match.layout.split(weights[match.ours].detach(), config)
         for name, part in zip(match.theirs, parts, strict=True):
-            theirs[name] = part.to("cpu", dtype or part.dtype).contiguous()
+            part = part.to("cpu", dtype or part.dtype).contiguous()
             try:
-                require_finite(theirs[name], name)
+                require_finite(part, name)
             except ValueError as error:
                 raise ValueError(
-                    f"{str(error).rstrip('.')} as {theirs[name].dtype}; "
-                    "choose a dtype with a wider range."
+                    f"{str(error).rstrip('.')} as {part.dtype}; choose a dtype with a wider range."
                 ) from None
+            theirs[name] = torch.cat((theirs[name], part)) if name in theirs else part
     return theirs
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fenchel.checkpoints import load, load_model, save
+from fenchel.checkpoints import convert, load, load_model, save
+from fenchel.checkpoints.directory import open_directory
+from fenchel.checkpoints.hf_export import write_copy
 from fenchel.data import TextTokenizer, train_tokenizer
-from fenchel.files import verify
+from fenchel.files import Notice, verify
 from fenchel.model import ModelConfig, Transformer
 
 SIZES = {"vocabulary": 300, "context": 16, "width": 24, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -35,13 +37,25 @@ def test_what_was_saved_is_loaded_bit_for_bit(tokenizer: TextTokenizer, tmp_path
     model = model_of()
     save(model, tokenizer, tmp_path / "out")
     loaded = load(tmp_path / "out")
-    begun = tokenizer.begin_with(tokenizer.end_id)
-    assert loaded.tokenizer.to_str() == begun.to_str()
+    assert loaded.tokenizer.to_str() == tokenizer.to_str()
     for name, given in (("again", loaded.tokenizer), ("library", loaded.tokenizer.library)):
         save(loaded.model, given, tmp_path / name)
-        assert load(tmp_path / name).tokenizer.to_str() == begun.to_str()
+        assert load(tmp_path / name).tokenizer.to_str() == tokenizer.to_str()
     weights = loaded.model.state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_copy_names_the_files_that_it_leaves_out(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save(model_of(), None, source)
+    for name in ("modules.json", "sentence_bert_config.json", "README.md", "LICENSE", ".hidden"):
+        (source / name).write_text("{}")
+    (source / "1_Pooling").mkdir()
+    left = "1_Pooling, modules.json, sentence_bert_config.json are not copied"
+    with pytest.warns(Notice, match=left):
+        convert(source, tmp_path / "converted")
+    with pytest.warns(Notice, match=left):
+        write_copy(open_directory(source), tmp_path / "attached", {})
 
 
 def test_large_weights_are_written_in_shards_that_load_alike(tmp_path: Path) -> None:
@@ -72,7 +86,7 @@ def test_the_directory_is_sealed(tokenizer: TextTokenizer, tmp_path: Path) -> No
         ({"positions": "sinusoidal"}, "positions='sinusoidal'"),
         ({"sinks": True}, "sinks=True"),
         ({"rotary_layout": "pairs"}, "rotary_layout='pairs'"),
-        ({"residual_scale": "depth"}, "residual_scale=0.5"),
+        ({"residual_scale": "depth", "qk_norm": True}, "qk_norm=True"),
         ({"scores": "l2", "kv_heads": None}, "scores='l2'"),
         ({"rotary_scaling": "ntk", "rotary_factor": 2.0}, "rotary_scaling='ntk'"),
         ({"experts": 3, "hidden": 8}, "experts=3"),
@@ -96,6 +110,7 @@ def test_a_model_that_no_family_can_express_is_refused_and_nothing_written(
         ({"head_size": 10}, "llama"),
         ({"width": 26, "head_size": 10}, "mistral"),
         ({"windows": (5,)}, "mistral"),
+        ({"residual_scale": "depth"}, "granite"),
         ({"qkv_bias": True}, "qwen2"),
         ({"qk_norm": True, "windows": (5, 0)}, "qwen3"),
         (
@@ -144,7 +159,7 @@ def test_an_empty_directory_may_be_filled_and_a_file_may_not(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="not empty"):
         save(model_of(), None, tmp_path / "out")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="not a directory"):
+    with pytest.raises(ValueError, match="is a file"):
         save(model_of(), None, tmp_path / "file", overwrite=True)
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -20,6 +20,7 @@ SIZES = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 PARTS = {
     "llama": ["q_proj", "v_proj", "up_proj"],
+    "phi3": ["qkv_proj", "gate_up_proj"],
     "gpt2": ["c_attn", "mlp.c_proj"],
     "gpt_neox": ["query_key_value", "dense_h_to_4h"],
 }
@@ -35,6 +36,11 @@ def reference(kind: str) -> Any:
             intermediate_size=20, num_key_value_heads=2, **wide, **SIZES
         )
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "phi3":
+        config = transformers.Phi3Config(
+            intermediate_size=20, num_key_value_heads=2, **wide, **SIZES
+        )
+        model = transformers.Phi3ForCausalLM(config)
     elif kind == "gpt2":
         config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, n_positions=16, **SIZES)
         model = transformers.GPT2LMHeadModel(config)
@@ -48,7 +54,7 @@ def reference(kind: str) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "gpt_neox"])
+@pytest.fixture(scope="module", params=["llama", "phi3", "gpt2", "gpt_neox"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

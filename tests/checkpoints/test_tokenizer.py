@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from fenchel.checkpoints.tokenizer import (
     describe_beginning,
@@ -64,70 +65,73 @@ def write(tmp_path: Path) -> Write:
 BOS = {"bos_token_id": 271, "eos_token_id": 270}
 
 
+@pytest.mark.parametrize("template", [None, "$A", f"{START} $A", f"{START} $A {STOP}"])
+@pytest.mark.parametrize("byte_level", [False, True])
 @pytest.mark.parametrize(
-    ("template", "config", "tokenizer_config", "generation", "begins"),
+    ("model_type", "tokenizer_class"),
     [
-        (f"{START} $A", BOS, {"add_bos_token": False}, None, [START]),
-        (f"{START} $A {STOP}", {}, None, None, [START]),
-        (f"{STOP} {START} $A", {}, None, None, [STOP, START]),
-        ("$A", BOS, None, None, [START]),
-        (None, BOS, None, None, [START]),
-        (None, BOS, {"add_bos_token": True}, None, [START]),
-        (None, BOS, {"add_bos_token": False}, None, []),
-        (None, BOS, {"add_bos_token": None}, None, [START]),
-        (None, {"bos_token_id": 270}, None, {"bos_token_id": 271}, [START]),
-        (None, BOS, None, {"temperature": 1.0}, [START]),
-        (None, BOS, None, {"bos_token_id": None}, []),
-        (None, {}, None, None, []),
-        (None, {}, {"add_bos_token": True, "bos_token": START}, None, [START]),
-        (None, {}, {"add_bos_token": True, "bos_token": {"content": START}}, None, [START]),
-        (None, {}, {"add_bos_token": True, "bos_token": ["no token"]}, None, []),
-        (None, {"bos_token_id": 50256}, None, None, []),
-        (None, {**BOS, "model_type": "gpt2"}, None, None, [START]),
-        (None, {**BOS, "model_type": "opt"}, None, None, [START]),
-        (None, {**BOS, "model_type": "qwen3"}, None, None, []),
-        (None, {**BOS, "model_type": "bloom"}, None, None, []),
-        (None, {**BOS, "model_type": "qwen2"}, {"add_bos_token": True}, None, [START]),
+        ("llama", "LlamaTokenizerFast"),
+        ("llama", "PreTrainedTokenizerFast"),
+        ("llama", None),
+        ("mistral", "LlamaTokenizer"),
+        ("qwen2", "Qwen2Tokenizer"),
+        ("gpt2", "GPT2Tokenizer"),
+        ("gpt2", None),
+        ("gemma", "GemmaTokenizerFast"),
+        ("gpt_neox", "GPTNeoXTokenizerFast"),
+        ("gpt_neox", "PreTrainedTokenizerFast"),
+        ("gpt_neox", None),
+        ("bloom", "BloomTokenizerFast"),
     ],
 )
-@pytest.mark.parametrize("byte_level", [False, True])
-def test_a_text_begins_as_the_directory_has_it(
+def test_a_text_begins_as_in_transformers(
     template: str | None,
-    config: dict[str, Any],
-    tokenizer_config: dict[str, Any] | None,
-    generation: dict[str, Any] | None,
-    begins: list[str],
     byte_level: bool,
+    model_type: str,
+    tokenizer_class: str | None,
     write: Write,
+    tmp_path: Path,
 ) -> None:
-    path = write(
-        tokenizer_with(template, byte_level=byte_level), config, tokenizer_config, generation
-    )
-    tokenizer = read_tokenizer(path)
-    ids = [tokenizer.token_to_id(name) for name in begins]
-    assert tokenizer.begin_ids == ids
-    assert tokenizer.encode_whole("people")[: len(ids)] == ids
-    assert tokenizer.encode("people") == tokenizer_with().encode("people").ids
-    names = " ".join(begins) or "no control token"
-    assert describe_beginning(tokenizer) == f"A text begins with {names}."
+    """Whatever the other files have: the id of a first token, a switch, or neither."""
+    config = {**BOS, "model_type": model_type}
+    for switch in ({"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}, {}):
+        settings = {**switch, "tokenizer_class": tokenizer_class, "bos_token": START}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        settings["eos_token"] = STOP
+        path = write(tokenizer_with(template, byte_level=byte_level), config, settings, BOS)
+        ours, theirs = read_tokenizer(path), AutoTokenizer.from_pretrained(path)
+        text, special = theirs("people")["input_ids"], (270, 271)
+        first = next(number for number, id in enumerate(text) if id not in special)
+        assert ours.begin_ids == text[:first]
+        whole = ours.encode_whole("people")
+        assert [id for id in whole if id in special] == [id for id in text if id in special]
+        assert ours.encode("people") == tokenizer_with().encode("people").ids
+        ours.save(tmp_path / "tokenizer.json")
+        assert AutoTokenizer.from_pretrained(path)("people")["input_ids"] == text
 
 
-@pytest.mark.parametrize("template", [None, f"{START} $A", f"{START} $A {STOP}"])
-def test_transformers_reads_the_beginning_that_is_written(
-    template: str | None, write: Write, tmp_path: Path
-) -> None:
-    tokenizer = read_tokenizer(write(tokenizer_with(template), BOS))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    assert theirs("people")["input_ids"] == tokenizer.encode_whole("people")
-    assert theirs("people")["input_ids"][0] == 271
+def test_a_class_with_a_template_of_its_own_gives_it_to_a_file_without(tmp_path: Path) -> None:
+    words = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "people": 3, "</s>": 4}
+    bert = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    t5 = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
+    for tokenizer, model_type, marks in ((bert, "bert", (1, 2)), (t5, "t5", (4,))):
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        tokenizer.add_special_tokens(["[CLS]", "[SEP]", "</s>"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        ours, theirs = read_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        whole = ours.encode_whole("people")
+        assert (whole[0] in marks, whole[-1] in marks) == (model_type == "bert", True)
+        for texts in (["people"], ["people", "people"]):
+            expected = [id for id in theirs(*texts)["input_ids"] if id in marks]
+            assert [id for id in ours.library.encode(*texts).ids if id in marks] == expected
 
 
 def test_a_run_begins_with_its_end_token(write: Write) -> None:
     path = write(tokenizer_with(), BOS)
     (path / "checkpoints").mkdir()  # which makes it a run
     tokenizer = read_tokenizer(path)
-    assert describe_beginning(tokenizer) == "A text begins with <|end|>."
+    assert describe_beginning(tokenizer) == "A text begins with <|end|>, the model's begin token."
     assert end_ids(path, tokenizer) == (0,)
 
 

@@ -1,0 +1,169 @@
+"""Names of models on the Hugging Face hub, looked up in the cache of this machine.
+
+    NAME, ORGANISATION/NAME, either with @REVISION
+
+    models--ORGANISATION--NAME/
+        refs/REVISION           the commit that a branch, tag or pull request had when it was read
+        snapshots/COMMIT/       the files of a commit, links to
+        blobs/                  the files by their checksums
+
+The network is not used: what is not in the cache is answered with the command that downloads it.
+The files of a snapshot are read like those of any other directory (checkpoints/directory.py).
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_PART = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"((?:{_PART}/)?{_PART})(?:@([\w./-]{{1,200}}))?", re.ASCII)
+_FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)
+_PREFIX = "models--"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LARGEST_INDEX = 8 * 2**20
+
+
+class Snapshot(NamedTuple):
+    """A revision of a model in the cache."""
+
+    name: str
+    """ORGANISATION/NAME."""
+    revision: str
+    """A branch, tag or pull request, or the commit where none of these has it."""
+    path: Path
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the hub's own library keeps its cache, by the variables that it reads.
+
+    >>> cache_folder({"HF_HOME": "/data/hf"}).as_posix()
+    '/data/hf/hub'
+    """
+    for variable, below in (
+        ("HF_HUB_CACHE", ""),
+        ("HUGGINGFACE_HUB_CACHE", ""),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+    ):
+        if folder := environment.get(variable):
+            return Path(os.path.expandvars(os.path.expanduser(folder)), below)
+    return Path(os.path.expanduser("~/.cache/huggingface/hub"))
+
+
+def find_checkpoint(source: str | Path) -> Path:
+    """A path itself, or the snapshot of a model that is named and lies in the cache.
+
+    A path that exists is never taken for a name, and what the cache does not have is returned as it
+    is (``require_checkpoint``).
+    """
+    path = Path(source)
+    found = _NAME.fullmatch(str(source))
+    if os.path.lexists(path) or found is None or ".." in str(source) or "--" in found[1]:
+        return path
+    name, revision = found[1], found[2] or "main"
+    folder = cache_folder() / f"{_PREFIX}{name.replace('/', '--')}"
+    if not folder.is_dir():
+        return path
+    commit = revision if _COMMIT.fullmatch(revision) else _commit_of(folder, revision)
+    snapshot = folder / "snapshots" / (commit or "")
+    if commit is None or snapshot.is_symlink() or not snapshot.is_dir():
+        others = ", ".join(one.revision for one in _snapshots(folder)) or "no other"
+        raise ValueError(
+            f"the Hugging Face cache has no revision {revision} of {name} (it has {others}); this "
+            f"puts it there: {_download(name, revision)}"
+        )
+    if missing := _missing_weights(snapshot):
+        raise ValueError(
+            f"the Hugging Face cache has {name} without {missing}: its download did not finish; "
+            f"this completes it: {_download(name, revision)}"
+        )
+    return snapshot
+
+
+def require_checkpoint(path: Path) -> None:
+    """Refuse a directory that is not there, with the command that downloads a model of its name."""
+    if path.is_dir():
+        return
+    absent, found = f"there is no run directory or checkpoint {path}", _NAME.fullmatch(str(path))
+    if found is None or "/" not in found[1] or path.parent.exists() or path.parts[0] == "runs":
+        raise ValueError(f"{absent}.")
+    raise ValueError(
+        f"{absent}, nor a model of that name in the Hugging Face cache {cache_folder()}; this puts "
+        f"one there: {_download(found[1], found[2] or 'main')}"
+    )
+
+
+def model_name(path: Path) -> str:
+    """The name of the model whose snapshot a path is; the last part of any other path.
+
+    >>> model_name(Path("hub/models--openai--gpt-oss-20b/snapshots/ab12"))
+    'openai/gpt-oss-20b'
+    """
+    path = path.resolve()
+    folder = path.parent.parent.name
+    if not folder.startswith(_PREFIX) or path.parent.name != "snapshots":
+        return path.name
+    return folder.removeprefix(_PREFIX).replace("--", "/", 1)
+
+
+def snapshots() -> list[Snapshot]:
+    """What the cache holds, by name."""
+    try:
+        folders = sorted(cache_folder().iterdir())
+    except OSError:
+        return []
+    return [
+        one for folder in folders if folder.name.startswith(_PREFIX) for one in _snapshots(folder)
+    ]
+
+
+def _snapshots(folder: Path) -> Iterator[Snapshot]:
+    """The revisions of one model."""
+    refs: dict[str, str] = {}
+    for file in sorted((folder / "refs").rglob("*")):
+        revision = file.relative_to(folder / "refs").as_posix()
+        if file.is_file() and (commit := _commit_of(folder, revision)) is not None:
+            refs.setdefault(commit, revision)
+    try:
+        paths = sorted((folder / "snapshots").iterdir())
+    except OSError:
+        return
+    for path in paths:
+        if _COMMIT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield Snapshot(model_name(path), refs.get(path.name, path.name), path)
+
+
+def _commit_of(folder: Path, revision: str) -> str | None:
+    """The commit that a branch or tag had, or None."""
+    file = folder / "refs" / revision
+    try:
+        readable = file.is_file() and not file.is_symlink() and file.stat().st_size < 100
+        commit = file.read_text("ascii").strip() if readable else ""
+    except (OSError, ValueError):
+        return None
+    return commit if _COMMIT.fullmatch(commit) else None
+
+
+def _missing_weights(snapshot: Path) -> str | None:
+    """A file of weights that a download has left out; None where all are there or none is known."""
+    index = snapshot / _INDEX
+    if index.is_file() and not (snapshot / _WEIGHTS).is_file():
+        if index.stat().st_size > _LARGEST_INDEX:
+            return None  # refused by the reader
+        try:
+            table = json.loads(index.read_bytes())["weight_map"]
+            files = sorted({file for file in table.values() if _FILE.fullmatch(file)})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None
+        return next((file for file in files if not (snapshot / file).is_file()), None)
+    if any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.bin")):
+        return None
+    return _WEIGHTS
+
+
+def _download(name: str, revision: str) -> str:
+    return f"hf download {name}" + ("" if revision == "main" else f" --revision {revision}")
