@@ -1,0 +1,214 @@
+"""fenchel steer: a direction in the stream of a model, and the strength that a budget allows."""
+
+import json as json_format
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    DtypeName,
+    Json,
+    Switch,
+    Whole,
+    device_and_dtype,
+    load_checkpoint,
+    require_inputs,
+    text_path,
+)
+from fenchel.files import printable, read_regular, require_output
+
+if TYPE_CHECKING:
+    from fenchel.data import TextTokenizer
+    from fenchel.model import Transformer
+
+_BYTES = 2**20  # of a file of texts
+_CHARACTERS = 32  # that a token has at most, on average
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SteerFlags:
+    """The flags of a steered model."""
+
+    steer: Path | None = None
+    """A direction that fenchel steer has written for this model, added to its stream."""
+    strength: Annotated[float | None, Parameter(allow_leading_hyphen=True)] = None
+    """How often it is added, by default as often as the file says; below 0 the other way."""
+
+    def added_to(self, model: "Transformer") -> "Transformer":
+        """The steered model, or the model itself without --steer."""
+        if self.steer is None:
+            if self.strength is not None:
+                raise ValueError("--strength belongs to --steer FILE.")
+            return model
+        from fenchel.steering import Direction
+
+        direction = Direction.load(self.steer, model)
+        return direction.at(
+            direction.strength if self.strength is None else self.strength
+        ).added_to(model)
+
+
+NOT_STEERED = SteerFlags()
+
+
+def run(
+    directory: CheckpointPath,
+    /,
+    *,
+    out: Path,
+    toward: Path | None = None,
+    away: Path | None = None,
+    word: Annotated[list[str] | None, Parameter(negative="")] = None,
+    against: Annotated[list[str] | None, Parameter(negative="")] = None,
+    layer: Whole | None = None,
+    kl: float = 0.1,
+    opposite: Switch = False,
+    text: str = "sotu",
+    max_tokens: Whole = 256,
+    adapter: CheckpointPath | None = None,
+    device: Device = None,
+    dtype: DtypeName | None = None,
+    json: Json = False,
+) -> int:
+    """Make a direction that steers a model, with a strength that keeps a budget.
+
+    The direction is the difference between the mean streams of texts that show what is wanted and
+    of texts that show what is not (--toward, --away), or it raises the logits of words (--word,
+    --against). Its strength is found so that the law of the next token moves by --kl nats on
+    average over a text: 0.1 is visible and fluent, 0.3 is strong. generate, chat, eval and serve
+    take the file by --steer.
+
+    Parameters
+    ----------
+    directory
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
+    out
+        File to write, of safetensors.
+    toward
+        A file with texts that show what is wanted, one per line.
+    away
+        A file with texts that show what is not wanted, one per line.
+    word
+        A word whose logit is raised, instead of --toward; may be given several times.
+    against
+        A word whose logit is lowered, with --word; may be given several times.
+    layer
+        The layer after which the direction is added, from 1; two thirds of the way by default.
+    kl
+        KL(steered || unsteered) in nats, mean over the tokens of the text; at most 1.
+    opposite
+        Find the strength against the direction.
+    text
+        The text on which the strength is found: a file, a folder, or a built-in text.
+    max_tokens
+        Tokens of the text that are read, and as many after them for a second look.
+    adapter
+        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
+    dtype
+        Dtype of the weights; the one they are stored in by default.
+    """
+    if (toward is None) == (word is None) or (toward is None) != (away is None):
+        raise ValueError("give --toward FILE and --away FILE, or --word WORD.")
+    if against is not None and word is None:
+        raise ValueError("--against belongs to --word.")
+    reads = [directory, adapter, toward, away, text_path(text)]
+    require_output(out, new=True, reads=reads)
+    require_inputs(directory, text)
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.steering import (
+            MOST_NATS,
+            difference_of_means,
+            divergence,
+            find_strength,
+            word_direction,
+        )
+
+        if not 0.0 < kl <= MOST_NATS:
+            raise ValueError(f"--kl {kl:g} should be above 0 and at most {MOST_NATS:g} nats.")
+        place = device_and_dtype(device, dtype)
+        model, tokenizer, config = load_checkpoint(directory, *place, adapter)
+        if config.kind != "decoder":
+            raise ValueError(f"steering is for decoders, and {directory} is of kind {config.kind}.")
+        at = max(1, round(2 * config.layers / 3)) if layer is None else layer
+        count = min(max_tokens, config.context)
+        first, second = _two_parts(text, tokenizer, count)
+        console.progress("making the direction", 0, 0)
+        if toward is not None and away is not None:
+            sides = [[tokenizer.encode_whole(line) for line in _lines(f)] for f in (toward, away)]
+            direction = difference_of_means(model, *sides, layer=at)
+        else:
+            ids = [[_word_id(tokenizer, w) for w in words or ()] for words in (word, against)]
+            direction = word_direction(model, first, *ids, layer=at)
+        console.progress("finding the strength", 0, 0)
+        found = find_strength(model, direction, first, kl, negative=opposite)
+        direction = direction.at(found.value)
+        elsewhere = divergence(model, direction, second)
+    direction.save(out)
+    record: dict[str, Any] = {
+        "direction": direction.about,
+        "layer": at,
+        "strength": found.value,
+        "passes": found.passes,
+        "text": text,
+        "tokens": len(first),
+        "kl": found.divergence._asdict(),
+        "kl_after": elsewhere._asdict(),
+        "out": str(out),
+    }
+    if json:
+        print(json_format.dumps(record))
+        return 0
+    here = found.divergence
+    shown = printable(out, 4096)
+    console = Console()
+    for sentence in (
+        f"{direction.about}; strength {found.value:.3g}, found in {found.passes} passes.",
+        f"The law of the next token moves by {here.mean:.3g} nats on average over {len(first)} "
+        f"tokens of {printable(text)}, by {here.worst:.2g} at most; over the {len(second)} after "
+        f"them by {elsewhere.mean:.3g} and {elsewhere.worst:.2g}, where the loss changes by "
+        f"{elsewhere.loss:+.3f} nats per token.",
+        f"Saved to {shown}. Try fenchel generate {printable(directory, 4096)} --steer {shown}",
+    ):
+        console.message(sentence)
+    return 0
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file that are not empty."""
+    try:
+        lines = read_regular(file, _BYTES).decode("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text.") from None
+    if not (lines := [line.strip() for line in lines if line.strip()]):
+        raise ValueError(f"{file} has no text; write one text per line.")
+    return lines
+
+
+def _word_id(tokenizer: "TextTokenizer", word: str) -> int:
+    """The token with which a word begins within a text."""
+    return tokenizer.encode(f" {word.strip()}")[0]
+
+
+def _two_parts(text: str, tokenizer: "TextTokenizer", count: int) -> tuple[list[int], list[int]]:
+    """The first tokens of a text, and as many after them, or its two halves."""
+    from fenchel.data.text import open_text
+
+    ids: list[int] = []
+    for document in open_text(text).documents():
+        left = 2 * count - len(ids)
+        ids += tokenizer.encode_whole(document.text[: _CHARACTERS * left])
+        if len(ids) >= 2 * count:
+            break
+    count = min(count, len(ids) // 2)
+    if count < 2:
+        raise ValueError(f"{text} has {len(ids)} tokens; at least four are needed.")
+    return ids[:count], ids[count : 2 * count]

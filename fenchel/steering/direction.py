@@ -1,0 +1,229 @@
+"""Directions in the residual stream: made from texts or words, stored, added to a model.
+
+    x_l <- x_l + s v                 after block l, at every position; s is the strength
+
+The last map of a block adds its bias to the stream, so a constant direction is a bias:
+``Transformer.steered`` returns a model that shares every parameter but that one, and every way of
+decoding serves it as it is.
+
+**Difference of means.** v = mean of x_l over the tokens of some texts - mean over those of others.
+The first token of a text is left out: its stream is often a hundred times as long as the others.
+
+**Words pulled back.** v = the gradient, with respect to a constant added after block l, of
+
+    mean over the positions of a text of   (mean logit of some words - mean logit of others)
+
+one reverse pass, without texts that show what is meant. It has the length of the mean stream.
+
+**Files.** safetensors with a tensor ``direction.L`` (M,) per layer in float32, layers from 1, and
+in the metadata what it was made for: operation, site, width and a fingerprint of the weights in
+bfloat16, which is the same in whatever dtype the model is loaded.
+
+T tokens, M width of the stream.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fenchel.checkpoints.safetensors_header import read_header, system_errors
+from fenchel.files import open_regular, printable, require_output
+from fenchel.model import Transformer, evaluating
+
+KIND = "steering direction"
+_FIXED = {"kind": KIND, "operation": "add", "site": "after block", "count_from": "1"}
+_LONGEST = 2000  # characters of a text in the metadata
+_NAME = re.compile(r"direction\.([1-9]\d{0,3})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """Vectors (M,) to be added after blocks, numbered from 1, ``strength`` times."""
+
+    vectors: Mapping[int, Tensor]
+    strength: float = 1.0
+    about: str = ""
+    """How it was made."""
+    weights: str = ""
+    """The fingerprint of the model that it was made with."""
+
+    def at(self, strength: float) -> "Direction":
+        """The same direction at another strength."""
+        return replace(self, strength=strength)
+
+    def added_to(self, model: Transformer) -> Transformer:
+        """The steered model, which shares the parameters of this one."""
+        return model.steered({n: self.strength * v for n, v in self.vectors.items()})
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file where nothing is yet."""
+        path = Path(path)
+        require_output(path, new=True)
+        width = len(next(iter(self.vectors.values())))
+        tensors = {
+            f"direction.{layer}": v.detach().float().cpu().contiguous()
+            for layer, v in self.vectors.items()
+        }
+        about = {"width": str(width), "strength": repr(self.strength), "about": self.about}
+        with system_errors(path):
+            save_file(tensors, path, {**_FIXED, **about, "weights": self.weights})
+
+    @classmethod
+    def load(cls, path: str | Path, model: Transformer) -> "Direction":
+        """The direction of a file that was made with this model."""
+        path = Path(path)
+        open_regular(path).close()
+        entries, M, layers = read_header(path), model.config.width, model.config.layers
+        numbers = {name: _NAME.fullmatch(name) for name in entries}
+        if not entries or None in numbers.values():
+            raise ValueError(f"{path} holds no steering direction: its tensors have other names.")
+        for name, entry in entries.items():
+            if entry.dtype != "F32" or len(entry.shape) != 1:
+                raise ValueError(f"{path}: {name} should be a vector in float32.")
+            if entry.shape != (M,):
+                raise ValueError(
+                    f"{path} was made for a model of width {entry.shape[0]} and this one has {M}; "
+                    "directions do not carry over between models."
+                )
+        vectors: dict[int, Tensor] = {}
+        with system_errors(path), safe_open(path, framework="pt") as file:
+            about = {
+                key: printable(value, _LONGEST) for key, value in (file.metadata() or {}).items()
+            }
+            for name, match in numbers.items():
+                assert match is not None
+                vectors[int(match[1])] = file.get_tensor(name)
+        if any(about.get(key) != value for key, value in _FIXED.items()):
+            raise ValueError(f"{path} does not say that its vectors are to be added after blocks.")
+        if max(vectors) > layers:
+            raise ValueError(f"{path} steers layer {max(vectors)} and the model has {layers}.")
+        if about.get("weights") != weights_fingerprint(model):
+            raise ValueError(
+                f"{path} was made with other weights of the same width; directions do not carry "
+                "over between models."
+            )
+        try:
+            strength = float(about.get("strength", ""))
+        except ValueError:
+            raise ValueError(f"{path} names no strength.") from None
+        if not all(bool(v.isfinite().all()) for v in vectors.values()):
+            raise ValueError(f"{path} holds nan or inf.")
+        return cls(
+            vectors=vectors,
+            strength=strength,
+            about=about.get("about", ""),
+            weights=about["weights"],
+        )
+
+
+def weights_fingerprint(model: Transformer) -> str:
+    """The SHA-256 of the name, shape and sum of every parameter, of its bits in bfloat16."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).flatten().view(torch.int16)
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(parameter.shape)} {total}\n".encode())
+    return digest.hexdigest()
+
+
+def difference_of_means(
+    model: Transformer,
+    toward: Sequence[Sequence[int]],
+    away: Sequence[Sequence[int]],
+    *,
+    layer: int,
+) -> Direction:
+    """From the streams of token sequences that show what is wanted and what is not.
+
+    Sequences have at least two tokens: the first of each is left out.
+    """
+    require_layer(model, layer)
+    means = [_mean_stream(model, texts, layer) for texts in (toward, away)]
+    counts = f"{len(toward)} texts against {len(away)}"
+    return Direction(
+        vectors={layer: means[0] - means[1]},
+        about=f"difference of means over the tokens of {counts}, after layer {layer}",
+        weights=weights_fingerprint(model),
+    )
+
+
+def word_direction(
+    model: Transformer,
+    ids: Sequence[int],
+    words: Sequence[int],
+    against: Sequence[int],
+    *,
+    layer: int,
+) -> Direction:
+    """Towards the logits of some tokens, away from those of others, on the positions of a text."""
+    require_layer(model, layer)
+    ids_1T = torch.tensor([list(ids)], device=model.lm_head_weight.device)
+    v_M = torch.zeros(model.config.width, device=ids_1T.device, dtype=model.lm_head_weight.dtype)
+    v_M.requires_grad_()
+    with torch.enable_grad(), evaluating(model), after_block(model, layer) as streams:
+        streams.add = v_M
+        z_TV = model(ids_1T)[0, 1:].float()
+        wanted = z_TV[:, list(words)].mean()
+        unwanted = z_TV[:, list(against)].mean() if against else z_TV.mean()
+        (gradient_M,) = torch.autograd.grad(wanted - unwanted, v_M)
+    length = float(streams.x[0, 1:].detach().float().norm(dim=-1).mean())
+    gradient_M = gradient_M.float()
+    if not float(gradient_M.norm()) > 0.0:
+        raise ValueError(f"the stream after layer {layer} does not move the logits of these words.")
+    return Direction(
+        vectors={layer: gradient_M * (length / gradient_M.norm())},
+        about=f"logits of {len(words)} words pulled back to layer {layer}",
+        weights=weights_fingerprint(model),
+    )
+
+
+def require_layer(model: Transformer, layer: int) -> None:
+    """Refuse a layer that the model does not have, or after which nothing can be added."""
+    if not 1 <= layer <= model.config.layers:
+        raise ValueError(f"there is no layer {layer}; the model has 1 to {model.config.layers}.")
+    model.require_steerable()
+
+
+class _Stream:
+    """The stream after a block in the latest pass, and what is added to it."""
+
+    x: Tensor
+    add: Tensor | None = None
+
+
+@contextmanager
+def after_block(model: Transformer, layer: int) -> Iterator[_Stream]:
+    """Context manager: records the stream after a block."""
+    stream = _Stream()
+
+    def hook(_block: object, _inputs: object, x_BTM: Tensor) -> Tensor:
+        stream.x = x_BTM if stream.add is None else x_BTM + stream.add
+        return stream.x
+
+    handle = model.blocks[layer - 1].register_forward_hook(hook)
+    try:
+        yield stream
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def _mean_stream(model: Transformer, texts: Sequence[Sequence[int]], layer: int) -> Tensor:
+    """The mean over texts of the mean over their tokens but the first: (M,), in float32."""
+    if not texts or min(map(len, texts)) < 2:
+        raise ValueError("every text of a direction needs two tokens, of which the second counts.")
+    total = torch.zeros(model.config.width, device=model.lm_head_weight.device)
+    with evaluating(model), after_block(model, layer) as stream:
+        for ids in texts:
+            most = list(ids[: model.config.context])
+            model(torch.tensor([most], device=total.device), return_hidden=True)
+            total += stream.x[0, 1:].float().mean(0)
+    return total / len(texts)
