@@ -10,6 +10,10 @@ a JSON-lines file under the key "crc".
 A file of a folder that may come from elsewhere is opened by ``open_regular``: a link is not
 followed and a pipe is not waited for.
 
+A path that a user names for output passes ``require_output`` before any work is done. What is there
+may be a regular file, or a folder where one is written, and nothing else: a link, a device, a pipe
+or a socket is neither followed nor replaced. ``write_atomic`` refuses them too.
+
     Damaged         a file is not what was written
     NoSpace         a write does not fit; nothing of it is left behind
     Busy            another process writes to the folder
@@ -31,7 +35,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from io import FileIO
@@ -49,6 +53,14 @@ _TEMPORARY = re.compile(r"\.tmp-(\d+)")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 """Errors of opening something that is not there, or is a folder, a link, a pipe or a socket."""
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+_LEAST_SPACE = 2**16
 _TEXT_SEAL = re.compile(rb"(?:# |<!doctype html><!-- )fenchel seal ([0-9a-f]{64})[^\n]*\n")
 _LINE_SEAL = re.compile(rb', "crc": (\d{1,10})\}\n?\Z')
 _JOINER = "\u200d"
@@ -136,8 +148,110 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def require_output(
+    path: Path,
+    *,
+    folder: bool = False,
+    new: bool = False,
+    reads: Iterable[str | Path | None] = (),
+    size: int = 0,
+) -> None:
+    """Refuse a path where a file, or a ``folder``, of ``size`` bytes cannot or may not be written.
+
+    ``reads`` are the files and folders that the command reads: the path may be none of them, hold
+    none and lie in none. A missing parent is refused for a file, and made for a folder. With
+    ``new`` nothing is replaced but an empty folder; else the caller decides about what is there.
+    """
+    wanted = "a folder" if folder else "a file"
+    if path.name in ("", ".."):
+        raise ValueError(f"{str(path)!r} does not name {wanted} to write; give it a name.")
+    kind = _kind(path)
+    if kind not in (None, wanted):
+        raise ValueError(f"{path} is {kind}, which is not written to or replaced; choose another.")
+    if new and kind and not (folder and not any(path.iterdir())):
+        raise ValueError(f"{path} exists and is not overwritten; choose another.")
+    for source in (one for one in reads if one is not None):
+        if relation := _relation(path, Path(os.path.expanduser(source))):
+            raise ValueError(f"{path} {relation} {source}, which is read; choose another.")
+    place = path.parent
+    if folder:  # its parents are made
+        place = path if kind else next(p for p in path.parents if os.path.lexists(p))
+    if not place.is_dir():
+        there = "is not a folder" if os.path.lexists(place) else "does not exist"
+        raise ValueError(f"{path} cannot be written: {place} {there}.")
+    require_space(place, max(size, _LEAST_SPACE))
+    probe = _temporary_path(place / path.name)
+    try:
+        if place == path:  # other processes may look at what is in it
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        probe.mkdir()
+        probe.rmdir()
+    except FileExistsError:  # of a writer that was killed; the next one replaces it
+        pass
+    except OSError as error:
+        reason = (error.strerror or "").lower()
+        raise ValueError(f"{path} cannot be written: {place}: {reason}.") from None
+
+
+def _kind(path: Path) -> str | None:
+    """What is at ``path`` itself, a link not followed; None for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+    except ValueError:  # a zero byte, or a character that no file name has
+        raise ValueError(f"{printable(path)} is not the name of a file.") from None
+
+
+def _relation(path: Path, source: Path) -> str | None:
+    """How ``path`` is related to ``source``, by the identities of the folders above them."""
+    (own, *above), (read, *over) = _identities(path), _identities(source)
+    if own == read:
+        return "is"
+    if own in over:
+        return "contains"
+    return "lies in" if read in above else None
+
+
+def _identities(path: Path) -> list[object]:
+    """Device and inode of a path and of every folder above it, or the path of what is missing."""
+    real = Path(os.path.realpath(path))
+    found: list[object] = []
+    for each in (real, *real.parents):
+        try:
+            facts = each.stat()
+            found.append((facts.st_dev, facts.st_ino))
+        except (OSError, ValueError):
+            found.append(each)
+    return found
+
+
+def manifest_of_all(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder if it is intact and names everything in it; contents are not read.
+
+    Only such a folder is replaced: everything in it was written by this package.
+    """
+    try:
+        manifest = read_manifest(folder)
+        named = _contents(manifest, folder / MANIFEST).keys() | {MANIFEST}
+        with os.scandir(folder) as entries:
+            ours = all(e.name in named and e.is_file(follow_symlinks=False) for e in entries)
+    except (Damaged, FileNotFoundError, NotADirectoryError):
+        return None
+    return manifest if ours else None
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` by ``content``; a reader sees the old file or the new one."""
+    """Replace ``path`` by ``content``; a reader sees the old file or the new one.
+
+    What is there must be a regular file: a rename would also replace a device or a link.
+    """
+    if (kind := _kind(path)) not in (None, "a file"):
+        raise ValueError(f"{path} is {kind}, which is not written to or replaced; choose another.")
     temporary = _temporary_path(path)
     _remove(temporary)  # a link of that name would be written through
     try:
@@ -375,6 +489,13 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def require_unlocked(folder: Path) -> None:
+    """Raise Busy if a process holds the lock of ``folder``."""
+    if is_locked(folder):
+        with open_regular(folder / LOCK) as file:
+            raise _busy(folder, file.fileno())
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder``, which ends with the process; raise Busy if another holds it."""
@@ -384,8 +505,7 @@ def locked(folder: Path) -> Iterator[None]:
             with errors_name(path):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _lock_holder(file.fileno())
-            raise Busy(f"{folder} is being written by {holder}; wait or choose another.") from None
+            raise _busy(folder, file.fileno()) from None
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
             raise Busy(f"{folder} was taken away by another process; try again.")
         with suppress(OSError):  # the lock holds without the name of its holder
@@ -396,6 +516,11 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 file.truncate(0)
+
+
+def _busy(folder: Path, handle: int) -> Busy:
+    holder = _lock_holder(handle)
+    return Busy(f"{folder} is being written by {holder}; wait or choose another.")
 
 
 def _lock_holder(handle: int) -> str:

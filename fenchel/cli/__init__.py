@@ -12,35 +12,77 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from signal import SIGINT, SIGPIPE
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, UnknownCommandError
+from cyclopts.help import DefaultFormatter
+from rich.text import Text
 
 from fenchel import __version__
 from fenchel.cli.console import OutputClosed, break_lines, may_close, width_of
-from fenchel.files import Notice, StorageFailed, describe, printable
+from fenchel.config import did_you_mean
+from fenchel.files import Notice, StorageFailed, describe, printable, require_output
 
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
     "tune": "Continue a checkpoint on a text or on conversations; write a run directory.",
+    "plan": "Memory, bytes and time of a run on many GPUs, by formula.",
     "generate": "Continue a prompt with a model.",
     "chat": "Hold a conversation with a model in the terminal.",
     "serve": "Serve a model over HTTP, in the manner of the OpenAI API.",
+    "steer": "Make a direction that steers a model, with a strength that keeps a budget.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
     "inspect": "Sensitivity of a checkpoint's attention on a text, from rows to the whole network.",
     "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",
+    "compare": "Compare runs: results, the settings that differ, and curves in one page.",
+    "report": "Write the page of a run directory again.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Replace the attention of a transformers checkpoint, and prove the replacement.",
-    "compare": "Compare runs: results, the settings that differ, and curves in one page.",
     "list": "List built-in texts, presets, families of checkpoints, runs.",
-    "plan": "Memory, bytes and time of a run on many GPUs, by formula.",
     "settings": "Print the meaning and the type of every setting of a run, and when it is read.",
-    "report": "Write the page of a run directory again.",
+    "doctor": "What this machine supports, and whether a run or a checkpoint is intact.",
     "learn": "Open the lessons in a browser.",
     "bench": "Run a benchmark of the source tree: fenchel and its peers in one process.",
-    "doctor": "What this machine supports, and whether a run or a checkpoint is intact.",
 }
+"""Every command, by task."""
+TASKS = {
+    "Train": ("train", "tune", "plan"),
+    "Use a model": ("generate", "chat", "serve", "steer"),
+    "Measure": ("eval", "inspect", "certify", "compare", "report"),
+    "Checkpoints": ("convert", "attach"),
+    "Look up": ("list", "settings", "doctor", "learn", "bench"),
+}
+"""The groups of the help page."""
+EXAMPLES = {
+    "train": ("fenchel train --text my.txt --budget 10m --out runs/mine", "choosing"),
+    "tune": ("fenchel tune DIR --text chats.jsonl --lora 16 --out runs/tuned", "tune"),
+    "plan": ("fenchel plan llama-7b --gpus 64", "distributed"),
+    "generate": (
+        'fenchel generate runs/demo --prompt "Gentlemen of the" --temperature 0.7',
+        "generate",
+    ),
+    "chat": ('fenchel chat DIR --system "Answer briefly."', "chat"),
+    "serve": ("fenchel serve runs/demo --port 8000", "serve"),
+    "eval": ("fenchel eval runs/demo --text my.txt --calibration", "calibration"),
+    "inspect": ("fenchel inspect runs/demo --text sotu", "inspect"),
+    "certify": ("fenchel certify runs/demo --text sotu --radius 0.1", "certify"),
+    "steer": (
+        "fenchel steer runs/demo --toward wanted.txt --away unwanted.txt --out kind.safetensors",
+        "steer",
+    ),
+    "compare": ("fenchel compare runs/one runs/two", "choosing"),
+    "report": ("fenchel report runs/demo", "architecture"),
+    "convert": ("fenchel convert runs/demo llama", "checkpoints"),
+    "attach": ("fenchel attach llama --map entmax --text sotu", "attach"),
+    "list": ("fenchel list runs --sort bits_per_byte", "choosing"),
+    "settings": ("fenchel settings model.rotary", "settings"),
+    "doctor": ("fenchel doctor runs/demo", "pitfalls"),
+    "learn": ("fenchel learn", "quick_reference"),
+    "bench": ("fenchel bench optim", "optimisers"),
+}
+"""One line to try, and the page of docs/ that explains more."""
 
 LESS_MEMORY = {
     "train": "set a smaller train.batch, model.context or model.width",
@@ -52,6 +94,7 @@ LESS_MEMORY = {
     "inspect": "give fewer --max-tokens",
     "certify": "give fewer --max-tokens",
     "attach": "give a shorter --context",
+    "steer": "give fewer --max-tokens",
 }
 """What to change where a command runs out of memory.
 
@@ -61,15 +104,55 @@ there.
 
 _LONGEST = 800  # characters of a message, which may quote a foreign file
 
-app = App(
+
+class _App(App):
+    """An App whose --install-completion --output FILE replaces nothing."""
+
+    def install_completion(self, *, output: Path | None = None, **options: Any) -> Path:
+        """Writes the script of a shell to its own place, or to ``output``."""
+        if output is not None:
+            require_output(output, new=True)
+        return super().install_completion(output=output, **options)
+
+
+class _Help(DefaultFormatter):
+    """Help pages: sentences are broken at the width of the terminal, and no is no default."""
+
+    def __call__(self, console: Any, options: Any, panel: Any) -> None:
+        for entry in panel.entries:
+            text = getattr(entry.description, "primary_renderable", None)
+            if isinstance(text, Text):
+                entry.description.primary_renderable = Text(" ".join(text.plain.split()))
+            if entry.default in ("False", "()", "[]", '""'):
+                entry.default = None
+        super().__call__(console, options, panel)
+
+
+app = _App(
     name="fenchel",
+    help_formatter=_Help(),
+    help_epilogue=(
+        "Begin:  fenchel train --out runs/demo\n"
+        "More:   fenchel COMMAND --help, and the pages in docs/"
+    ),
+    group_commands=Group("Flags", sort_key=len(COMMANDS)),
     help="Transformers whose attention can be derived, measured and steered.",
-    version=__version__,
+    version=f"fenchel {__version__}",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main handles it
 )
-for _name, _help in COMMANDS.items():
-    app.command(f"fenchel.cli.{_name}:run", name=_name, help=_help)
+for _task, _names in TASKS.items():
+    _group = Group(_task, sort_key=list(TASKS).index(_task))
+    for _name in _names:
+        _example, _page = EXAMPLES[_name]
+        app.command(
+            f"fenchel.cli.{_name}:run",
+            name=_name,
+            help=COMMANDS[_name],
+            group=_group,
+            sort_key=_names.index(_name),
+            help_epilogue=f"Example:  {_example}\nMore:     docs/{_page}.md",
+        )
 app.register_install_completion_command(add_to_startup=False)
 
 
@@ -88,8 +171,13 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str] | None) -> int:
     try:
         code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownCommandError as error:
+        word = next(iter(error.unused_tokens or []), "")
+        near = {"version": "--version", "help": "--help"}.get(word)
+        hint = f"did you mean fenchel {near}?" if near else did_you_mean(word, COMMANDS, show=str)
+        return _error(f"there is no command {word!r}; {hint}", 2)
     except CycloptsError as error:
-        return _error(str(error), 2)
+        return _error(_missing_flag(error) or str(error), 2)
     except StorageFailed as error:
         return _error(str(error), 4)
     except OSError as error:
@@ -105,9 +193,19 @@ def _dispatch(argv: list[str] | None) -> int:
         advice = LESS_MEMORY.get(command, "close other programs or use a larger machine")
         return _error(f"memory ran out ({shortage}); {advice}.", 2)
     except KeyboardInterrupt as error:
-        signal = error.args[0] if error.args else SIGINT
-        return _error("stopped at once; what was saved before is unchanged.", 128 + signal)
+        signal, *sentence = error.args or (SIGINT,)
+        told = sentence or ["stopped at once; what was saved before is unchanged."]
+        return _error(told[0], 128 + signal)
     return code if isinstance(code, int) else 0
+
+
+def _missing_flag(error: CycloptsError) -> str | None:
+    """A sentence for a required flag or argument that is not there at all."""
+    argument = error.argument if isinstance(error, MissingArgumentError) else None
+    if argument is None or argument.name in (error.root_input_tokens or []):
+        return None
+    name = argument.name if argument.name.startswith("-") else argument.name.upper()
+    return f"{name} is missing; --help lists what the command takes."
 
 
 def _error(sentence: str, code: int) -> int:

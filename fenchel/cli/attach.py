@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fenchel.cli.console import Json, Whole
+from fenchel.cli.console import CheckpointPath, Json, Whole, require_inputs, text_path
+from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
     from fenchel.checkpoints.directory import CheckpointDirectory
@@ -18,7 +19,7 @@ _PROBE = 32  # tokens of the text that prove the swap
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     map: str | None = None,
@@ -51,9 +52,17 @@ def run(
     tokens
         Largest number of its tokens that are predicted.
     out
-        Save the checkpoint with the map in its config to this directory, which must not exist.
-        Weights, tokenizer and generation settings are copied unchanged.
+        Save the checkpoint with the map in its config to this directory, which must not exist or
+        be empty. Weights, tokenizer and generation settings are copied unchanged.
     """
+    require_inputs(directory, text)
+    if not (directory / "config.json").exists():
+        ours = (directory / "checkpoints").is_dir()
+        advice = f"; it is a run, and fenchel convert {directory} OUT writes one" if ours else ""
+        raise ValueError(f"{directory} is not a checkpoint of transformers{advice}.")
+    if out is not None:
+        require_output(out, folder=True, new=True, reads=[directory, text_path(text)])
+
     from fenchel.checkpoints.hf_export import write_copy
     from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
     from fenchel.choice.by_name import FIELD
@@ -61,16 +70,14 @@ def run(
     from fenchel.hf import prove
     from fenchel.hf.loader import one_sentence
 
-    if out is not None and out.exists():
-        raise ValueError(f"{out} exists and is not overwritten; name another directory.")
     checkpoint, model = _load(directory)
     choice = _choice(model, map, alpha, beta)
     ids, size, begin = None, 0, ""
     if text is not None:
-        tokenizer = read_tokenizer(directory, _vocabulary(model), checkpoint.config)
-        ids, size = text_ids(tokenizer, text)
-        begin = describe_beginning(tokenizer)
         _require_next_token(model)
+        tokenizer = read_tokenizer(directory, _vocabulary(model), checkpoint.config)
+        ids, size = text_ids(tokenizer, text, limit=tokens)
+        begin = describe_beginning(tokenizer)
     with one_sentence(f"run this {type(model).__name__}"):
         proof = prove(model, choice, _probe(model, ids))
     record = _plain(type(model).__name__, proof)
@@ -85,7 +92,10 @@ def run(
         lines += [*_score_lines(scores), begin]
     if out is not None:
         write_copy(checkpoint, out, {FIELD: record["map"]})
-        lines.append(f"saved to {out} with the map in its config, where every command finds it")
+        lines.append(
+            f"saved to {printable(out, 4096)} with the map in its config, where every command "
+            "of fenchel finds it; transformers alone ignores it and computes a softmax"
+        )
     print(json_format.dumps(record) if json else "\n".join(lines))
     return 0
 
@@ -123,11 +133,14 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
 
 
 def _require_next_token(model: Any) -> None:
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        raise ValueError(
-            f"{type(model).__name__} does not predict the next token, so it has no loss on a text; "
-            "leave out --text."
-        )
+    kind = type(model).__name__
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return
+    if model.config.get_text_config() is not model.config:
+        why = "reads more than text, and a loss is measured for models of text alone"
+    else:
+        why = "does not predict the next token, so it has no loss on a text"
+    raise ValueError(f"{kind} {why}; leave out --text.")
 
 
 def _vocabulary(model: Any) -> int:
@@ -205,7 +218,7 @@ def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
     wide = max(len(name) for name, _, _ in alike)
     windows = f"The windows, of up to {proof.narrowed} tokens, are narrower here"
     return [
-        f"{directory}: {kind}, every attention layer by {proof.choice}",
+        f"{printable(directory, 4096)}: {kind}, every attention layer by {proof.choice}",
         f"{'layers':>6}  {'class':<{wide}}  {'calls each':>10}  mask",
         *(
             f"{count:6}  {name:<{wide}}  {calls:10}  {mask}"

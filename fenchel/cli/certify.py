@@ -4,14 +4,24 @@ import json as json_format
 from pathlib import Path
 from typing import Literal
 
-from fenchel.cli.console import Console, Device, Json, Switch, Whole, device_and_dtype
-from fenchel.cli.inspect import NormName, numbers, require_ours, show
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    Json,
+    Switch,
+    Whole,
+    device_and_dtype,
+    require_inputs,
+    text_path,
+)
+from fenchel.cli.inspect import NormName, numbers, require_page, show
 
 PAGE = Path("certificates.html")
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     text: str,
@@ -42,7 +52,7 @@ def run(
     directory
         A run directory, or a Hugging Face directory of a family that fenchel reads itself.
     text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its beginning is read.
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     radius
         The radius of the ball. An input token has a length of about sqrt(width).
     norm
@@ -64,15 +74,16 @@ def run(
     failure
         Probability that a norm at the centre, from which upper ends follow, is too small.
     dtype
-        float32 is faster; the norm at the centre is then that of products rounded in float32.
+        float32 makes the search for the lower end faster; both ends are computed in float64.
     seed
         The same seed gives the same numbers.
     """
     chosen = numbers(layers, "--layers")
     target = out if json else out or PAGE
     if target is not None:
-        require_ours(target)
+        require_page(target, reads=[directory, text_path(text)])
 
+    require_inputs(directory, text)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 

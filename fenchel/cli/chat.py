@@ -12,10 +12,11 @@ signal may come within a forward pass, so the cache is discarded.
 '''
 
 import json as json_format
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from fenchel.cli.console import (
+    CheckpointPath,
     DtypeName,
     Whole,
     Words,
@@ -33,11 +35,13 @@ from fenchel.cli.console import (
     for_stdout,
     load_checkpoint,
     loading,
+    require_inputs,
     width_of,
 )
 from fenchel.cli.generate import SamplingFlags, sentence, token_json
+from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.config import did_you_mean, parse_value
-from fenchel.files import describe, printable, write_atomic
+from fenchel.files import describe, printable, require_output, write_atomic
 
 if TYPE_CHECKING:
     from fenchel.generation import Answer, Conversation, GenerationSettings
@@ -63,7 +67,7 @@ TRACED = 32
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     system: Words | None = None,
@@ -71,6 +75,7 @@ def run(
     trust_user_tokens: Annotated[bool, Parameter(negative="")] = False,
     max_new_tokens: Whole = 1024,
     sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
+    steering: SteerFlags = NOT_STEERED,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
@@ -79,7 +84,7 @@ def run(
     invariant: Annotated[bool, Parameter(negative="")] = False,
     logprobs: Whole | None = None,
     attention: Annotated[bool, Parameter(negative="")] = False,
-    adapter: Path | None = None,
+    adapter: CheckpointPath | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     seed: Whole = 0,
@@ -95,7 +100,8 @@ def run(
     Parameters
     ----------
     directory
-        A run directory, or a directory with config.json, weights and tokenizer.json.
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
     system
         The system message, before all others.
     template
@@ -141,6 +147,11 @@ def run(
         raise ValueError("standard input is closed; messages are read from it.")
     if (logprobs is not None or attention) and not json:
         raise ValueError("--logprobs and --attention need --json; /attention shows the attention.")
+    require_inputs(directory)
+    if template is None and (directory / "checkpoints").is_dir():
+        files = ("base", "chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+        if not any((directory / name).exists() for name in files):  # a run that tunes no chat model
+            raise ValueError(_no_template(directory))
     with loading():
         from fenchel.checkpoints.tokenizer import (
             end_ids,
@@ -161,13 +172,9 @@ def run(
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
     if config.kind == "encoder":
         raise ValueError(f"a chat needs a decoder, and the model of {directory} is an encoder.")
-    model = model if context is None else model.with_context(context)
+    model = steering.added_to(model if context is None else model.with_context(context))
     if (chat_template := read_chat_template(directory, template)) is None:
-        raise ValueError(
-            f"{directory} has no chat template: its model was not made for conversations. "
-            "--template plain writes them as lines of role and content; fenchel generate continues "
-            "a text."
-        )
+        raise ValueError(_no_template(directory))
     stops = [*end_ids(directory, tokenizer), *chat_template.stops(tokenizer), *(stop or ())]
     if not stops:
         say("No token or text ends an answer of this model; --stop TEXT can give one.")
@@ -200,7 +207,7 @@ def run(
     )
     if from_checkpoint and not json:
         say(sentence(config_file, from_checkpoint))
-    repl = Repl(conversation, json=json)
+    repl = Repl(conversation, json=json, reads=[directory, adapter])
     if repl.interactive:
         size = sum(p.numel() for p in model.parameters())
         say(
@@ -215,8 +222,15 @@ def run(
 class Repl:
     """Reads messages and commands from standard input and prints answers and results."""
 
-    def __init__(self, conversation: "Conversation", *, json: bool = False) -> None:
-        self.conversation, self.json = conversation, json
+    def __init__(
+        self,
+        conversation: "Conversation",
+        *,
+        json: bool = False,
+        reads: Sequence[Path | None] = (),
+    ) -> None:
+        """``reads`` are the directories that /save does not write to."""
+        self.conversation, self.json, self.reads = conversation, json, reads
         self.interactive = sys.stdin.isatty()
         self.edited = self.interactive and sys.stdout.isatty()
         """Whether readline edits the lines."""
@@ -359,19 +373,12 @@ class Repl:
             raise ValueError("/save needs the name of a file.")
         if not self.conversation.turns:
             raise ValueError("there is nothing to save yet.")
-        file = Path(name).expanduser()
+        file = Path(os.path.expanduser(name))
         line = json_format.dumps({"messages": self.conversation.messages()}, ensure_ascii=False)
-        try:
-            file.touch(exist_ok=False)
-        except FileExistsError:
-            raise ValueError(f"{printable(file, 200)} exists and is not written over.") from None
-        try:
-            write_atomic(file, line + "\n")
-        except BaseException:
-            file.unlink()
-            raise
+        require_output(file, new=True, reads=self.reads)
+        write_atomic(file, line + "\n")
         turns = count(len(self.conversation.turns), "turn")
-        say(f"Saved {turns} in {shlex.quote(str(file))}.")
+        say(f"Saved {turns} in {shlex.quote(printable(file, 4096))}.")
 
     def _settings(self, changes: str) -> None:
         conversation = self.conversation
@@ -438,6 +445,14 @@ SAMPLING = (
 """Settings of sampling that /settings changes."""
 
 
+def _no_template(directory: Path) -> str:
+    return (
+        f"{directory} has no chat template: its model was not made for conversations. "
+        "--template plain writes them as lines of role and content; fenchel generate continues "
+        "a text."
+    )
+
+
 def change_setting(settings: "GenerationSettings", change: str) -> "GenerationSettings":
     """The settings with NAME=VALUE, where VALUE is a number or none.
 
@@ -464,7 +479,8 @@ def change_setting(settings: "GenerationSettings", change: str) -> "GenerationSe
 
 def say(sentence: str) -> None:
     """A sentence on standard error."""
-    print(break_lines(sentence, width_of(sys.stderr)), file=sys.stderr, flush=True)
+    text = break_lines(printable(sentence, None), width_of(sys.stderr))
+    print(text, file=sys.stderr, flush=True)
 
 
 def count(n: int, noun: str) -> str:

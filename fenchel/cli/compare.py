@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fenchel.cli.console import Console, Json
-from fenchel.cli.inspect import require_ours
+from fenchel.cli.inspect import require_page
 from fenchel.files import printable
 
 
@@ -26,7 +26,7 @@ def run(
         Write a page with the curves of all runs to this file.
     """
     if out is not None:
-        require_ours(out)
+        require_page(out, reads=runs)
 
     from fenchel.files import write_atomic
     from fenchel.report.comparison import COLUMNS, compare_runs, render

@@ -48,6 +48,7 @@ from rich.text import Text
 
 from fenchel.config import assign, parse_toml, parse_value
 from fenchel.files import Notice, printable
+from fenchel.hub_cache import find_checkpoint, require_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,13 @@ def _whole(_type: type, tokens: Sequence[Token]) -> int:
     return int(text)
 
 
+def _checkpoint(_type: type, tokens: Sequence[Token]) -> Path:
+    """A directory, or the snapshot of a model that is named."""
+    return find_checkpoint(tokens[0].value)
+
+
+CheckpointPath = Annotated[Path, Parameter(converter=_checkpoint)]
+"""A run directory, a Hugging Face directory, or a name that the Hugging Face cache has."""
 Whole = Annotated[int, Parameter(converter=_whole)]
 """A flag that takes a whole number."""
 Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
@@ -124,6 +132,29 @@ def load_checkpoint(
             stacklevel=2,
         )
     return loaded._replace(model=loaded.model.to(device, chosen))
+
+
+def text_path(text: str | None) -> Path | None:
+    """The file or folder that --text names; None for a built-in text."""
+    return None if text in (None, "sotu", "kjv") else Path(str(text))
+
+
+def require_inputs(
+    directory: Path | None = None, text: str | None = None, *, tuned_on: bool = False
+) -> None:
+    """Refuse a directory or a text that is not there, before seconds are spent on torch.
+
+    Of a text the first document is read, which shows most files that are not text; one that a
+    checkpoint is ``tuned_on`` may hold conversations.
+    """
+    if directory is not None:
+        require_checkpoint(directory)
+    if text is not None:
+        from fenchel.data.text import holds_conversations, open_text
+
+        with warnings.catch_warnings(action="ignore"):  # the reader repeats its notices
+            messages = tuned_on and holds_conversations(text)
+            next(open_text(text, messages=messages).documents())
 
 
 class OutputClosed(Exception):
@@ -185,9 +216,15 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes, or discards the text if the stream has closed."""
+        """Writes, or discards the text if the stream has closed.
+
+        Characters that its encoding lacks, such as those of a name that is not UTF-8, are escaped.
+        """
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
             self._discard(error)
             return len(text)
@@ -354,7 +391,9 @@ class Console:
             self._bar(stage, done, total, begun)
             return
         now = time.monotonic()
-        if begun and not self.aside:
+        if begun and self.aside:
+            pass
+        elif begun:
             self.message(f"{stage[0].upper()}{stage[1:]}.")
         elif now - self.printed > PLAIN_EVERY and total:
             self.message(f"{stage}: {done:,} of {total:,}")
@@ -379,7 +418,8 @@ class Console:
 
     def message(self, text: str) -> None:
         """Prints a sentence without control characters; a terminal breaks it between words."""
-        width = self.terminal.width if self.terminal.is_terminal else None
+        known = self.terminal.is_terminal or "COLUMNS" in os.environ  # as tables have it
+        width = self.terminal.width if known else None
         shown = break_lines(printable(text, None), width)
         self.terminal.print(shown, highlight=False, markup=False, soft_wrap=True)
 
@@ -535,7 +575,9 @@ def one_line(metrics: Mapping[str, Any], width: int | None = None) -> str:
 def baseline_table(summary: Mapping[str, Any]) -> Table:
     """Bits per byte of the model and of the baselines, as a table."""
     validation, baselines = summary["validation"], summary.get("baselines", {})
-    table = Table(title="all validation text, lower is better", title_justify="left")
+    limit = summary.get("validation_limit")
+    part = "all validation text" if limit is None else f"first {limit:,} tokens of validation text"
+    table = Table(title=f"{part}, lower is better", title_justify="left")
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     rows = {

@@ -4,17 +4,18 @@ import json as json_format
 from pathlib import Path
 from typing import Literal
 
-from fenchel.cli.console import DtypeName, Json, Switch
+from fenchel.cli.console import CheckpointPath, DtypeName, Json, Switch, require_inputs
+from fenchel.files import printable, require_output
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     out: Path,
     /,
     *,
     dtype: DtypeName | None = None,
     which: Literal["best", "newest"] = "best",
-    adapter: Path | None = None,
+    adapter: CheckpointPath | None = None,
     peft: Switch = False,
     force: Switch = False,
     json: Json = False,
@@ -37,8 +38,11 @@ def run(
         Write the adapters of a run (fenchel tune --lora) as a directory of PEFT; without it they
         are merged into the weights.
     force
-        Replace the contents of OUT.
+        Replace OUT, where it is a directory that fenchel has written and holds nothing else.
     """
+    require_inputs(directory)
+    require_output(out, folder=True, reads=[directory, adapter])
+
     import torch
 
     from fenchel.checkpoints import convert, convert_to_peft
@@ -47,8 +51,9 @@ def run(
         if dtype is not None or adapter is not None:
             raise ValueError("--peft writes adapters as they are: no --dtype or --adapter with it.")
         count = convert_to_peft(directory, out, which=which, overwrite=force)
-        facts = {"out": str(out), "adapters": count}
-        print(json_format.dumps(facts) if json else f"{out}: adapters of {count:,} numbers")
+        record = {"out": str(out), "adapters": count}
+        shown = f"{printable(out, 4096)}: adapters of {count:,} numbers"
+        print(json_format.dumps(record) if json else shown)
         return 0
     kind = None if dtype is None else getattr(torch, dtype)
     result = convert(directory, out, dtype=kind, which=which, adapter=adapter, overwrite=force)
@@ -57,5 +62,7 @@ def run(
         record = {"out": str(out), "family": result.family, "parameters": result.parameters}
         print(json_format.dumps({**record, "dtype": name}))
     else:
-        print(f"{out}: {result.family}, {result.parameters:,} parameters in {name}")
+        print(
+            f"{printable(out, 4096)}: {result.family}, {result.parameters:,} parameters in {name}"
+        )
     return 0

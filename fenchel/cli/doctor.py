@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fenchel.cli.console import Json
+from fenchel.cli.console import CheckpointPath, Json, loading
 from fenchel.files import printable
 
 _TOKENS = 128
@@ -25,39 +25,63 @@ swim in what was its pond. In the second week of May the water is let out, and e
 EXTRAS = {
     "hf": ("transformers",),
     "log": ("tensorboard",),
+    "serve": ("starlette", "uvicorn", "prometheus-client", "jinja2"),
     "plot": ("matplotlib",),
     "learn": ("marimo",),
 }
 
 
-def run(directory: Path | None = None, /, *, json: Json = False) -> int:
+def run(directory: CheckpointPath | None = None, /, *, json: Json = False) -> int:
     """What this machine can do, and whether a run directory or a checkpoint is sound.
 
     Parameters
     ----------
     directory
         A run directory to check, every byte of its checkpoints and token files, or a Hugging Face
-        directory: every byte where fenchel wrote it, else settings, headers and numbers. The model
-        is then run on a few tokens to find common mistakes, such as a scale applied twice.
+        directory or one of PEFT: every byte where fenchel wrote it, else settings, headers and
+        numbers. The model is then run on a few tokens to find common mistakes, such as a scale
+        applied twice.
     """
     checked: dict[str, dict[str, str]] = {}
+    intact = True
     if directory is not None:
-        checked = (
-            {"checkpoint": check_checkpoint(directory)}
-            if is_checkpoint(directory)
-            else {"run": check_run(directory)}
-        )
-    verdicts = {verdict for parts in checked.values() for verdict in parts.values()}
-    intact = verdicts <= {"intact"}
-    if directory is not None and intact:
-        checked["pitfalls"] = find_pitfalls(directory)
-    sections = checked | {"machine": machine(), "extras": extras(), "attention": backends()}
+        with loading("checking every byte"):
+            checked = (
+                {"checkpoint": check_checkpoint(directory)}
+                if is_checkpoint(directory)
+                else {"run": check_run(directory)}
+            )
+            verdicts = {verdict for parts in checked.values() for verdict in parts.values()}
+            if intact := verdicts <= {"intact"}:
+                checked["pitfalls"] = find_pitfalls(directory)
+    if directory is None:
+        facts: dict[str, Any] = {}
+        with loading("timing a step of the default model"):
+            facts |= {"machine": machine(), "extras": extras(), "attention": backends()}
+        if json:
+            print(json_format.dumps(facts, indent=1))
+            return 0
+        _show("machine", facts["machine"])
+        _show("extras", facts["extras"])
+        _show_backends(facts["attention"])
+        return 0
     if json:
-        print(json_format.dumps(sections, indent=1))
-    else:
-        for title, rows in sections.items():
-            _show(title, rows)
+        print(json_format.dumps(checked, indent=1))
+        return 0 if intact else 1
+    for title, rows in checked.items():
+        _show(title, rows)
+    print(_answer(directory, checked, intact))
     return 0 if intact else 1
+
+
+def _answer(directory: Path, checked: dict[str, dict[str, str]], intact: bool) -> str:
+    """The verdict in one sentence."""
+    if not intact:
+        broken = [name for part in checked.values() for name, v in part.items() if v != "intact"]
+        return f"{printable(directory)} is damaged: {printable(', '.join(broken))}."
+    found = [name for name, v in checked["pitfalls"].items() if v != "none found"]
+    pitfalls = "no pitfall was found" if not found else f"look at: {', '.join(found)}"
+    return f"{printable(directory)} is intact; {pitfalls}."
 
 
 def machine() -> dict[str, Any]:
@@ -90,8 +114,8 @@ def extras() -> dict[str, str]:
     return versions
 
 
-def backends() -> dict[str, str]:
-    """Which back end serves which kind of call here, and why the others do not."""
+def backends() -> dict[str, dict[str, str]]:
+    """By map, the back end of "auto" and for each back end "yes" or why it does not serve."""
     import torch
 
     from fenchel.attention import AttentionSpec, Causal, backend_support, selected_backend
@@ -101,24 +125,47 @@ def backends() -> dict[str, str]:
     rows = {}
     for name in MAPS:
         call = AttentionSpec(choice=by_name(name), prior=Causal())
-        answers = {"auto": selected_backend(q, q, q, **call)} | {
+        rows[name] = {"auto": selected_backend(q, q, q, **call)} | {
             backend: reason or "yes" for backend, reason in backend_support(q, q, q, **call).items()
         }
-        rows[name] = "; ".join(f"{backend}: {answer}" for backend, answer in answers.items())
     return rows
 
 
+def _show_backends(rows: dict[str, dict[str, str]]) -> None:
+    """A grid of maps and back ends; reasons are footnotes."""
+    reasons: list[str] = []
+    table = Table(title="attention", title_justify="left")
+    for heading in ("map", *next(iter(rows.values()))):
+        table.add_column(heading)
+    for name, answers in rows.items():
+        cells = []
+        for backend, answer in answers.items():
+            if backend == "auto" or answer == "yes":
+                cells.append(answer)
+                continue
+            why = answer.partition(", not ")[0]  # the row has the name of the map
+            reasons += [why] if why not in reasons else []
+            cells.append(f"no ({reasons.index(why) + 1})")
+        table.add_row(name, *cells)
+    console = Console()
+    console.print(table, markup=False)
+    for number, reason in enumerate(reasons, start=1):
+        console.print(f"({number}) {reason}", markup=False, highlight=False)
+
+
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is a Hugging Face directory and not a run."""
+    """Whether a directory is a Hugging Face directory, or one of PEFT, and not a run."""
     from fenchel.checkpoints.directory import has_file
+    from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG
     from fenchel.checkpoints.run_checkpoint import is_run
     from fenchel.model.families.config_reader import CONFIG
 
-    return directory.is_dir() and not is_run(directory) and has_file(directory, CONFIG)
+    named = any(has_file(directory, name) for name in (CONFIG, ADAPTER_CONFIG))
+    return directory.is_dir() and not is_run(directory) and named
 
 
 def check_checkpoint(directory: Path) -> dict[str, str]:
-    """The files of a Hugging Face directory: every byte where it has a manifest of ours.
+    """The files of a Hugging Face or PEFT directory: every byte where it has a manifest of ours.
 
     Without one, settings, headers and the numbers of the weights.
     """
@@ -132,11 +179,13 @@ def check_checkpoint(directory: Path) -> dict[str, str]:
         verify_manifest,
     )
     from fenchel.checkpoints.generation_config import GENERATION
+    from fenchel.checkpoints.peft_adapter import open_adapter
     from fenchel.checkpoints.tokenizer import read_tokenizer
     from fenchel.files import MANIFEST
+    from fenchel.model.families.config_reader import CONFIG
 
     def weights() -> None:
-        checked = open_directory(directory)
+        checked = (open_directory if has_file(directory, CONFIG) else open_adapter)(directory)
         with open_tensors(checked) as tensors:
             for name in checked.tensors:
                 if tensors[name].is_floating_point():
@@ -194,6 +243,9 @@ def _verdict(check_part: Callable[[], object]) -> str:
 def check_run(directory: Path) -> dict[str, str]:
     """Each file and sealed folder of a run, with "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
+    from fenchel.checkpoints.load import load_adapted
+    from fenchel.checkpoints.tuned_run import read_base
+    from fenchel.files import verify
     from fenchel.pipeline import open_corpus
     from fenchel.train import RunDir
 
@@ -202,6 +254,12 @@ def check_run(directory: Path) -> dict[str, str]:
     verdicts = run.check_files()
     for folder in run_checkpoint.folders(run.checkpoints):
         verdicts[folder.name] = _verdict(partial(run_checkpoint.check, folder))
+    base = directory / run_checkpoint.BASE
+    tunes = verdicts["config.toml"] == "intact" and run.read_settings().get("tune") is not None
+    if tunes or base.exists():
+        verdicts[base.name] = _verdict(lambda: verify(base))
+    if verdicts.get(base.name) == "intact" and (tuned := read_base(directory)) and tuned.lora:
+        verdicts[f"the checkpoint {tuned.path}"] = _verdict(lambda: load_adapted(directory))
     return verdicts | {"tokens": _verdict(lambda: open_corpus(directory))}
 
 

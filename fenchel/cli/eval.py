@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fenchel.cli.console import (
+    CheckpointPath,
     Console,
     Device,
     DtypeName,
@@ -16,8 +17,12 @@ from fenchel.cli.console import (
     break_lines,
     device_and_dtype,
     load_checkpoint,
+    require_inputs,
+    text_path,
     width_of,
 )
+from fenchel.cli.steer import NOT_STEERED, SteerFlags
+from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
     from fenchel.evaluate import (
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     text: str | None = None,
@@ -39,11 +44,12 @@ def run(
     tokens: Whole | None = None,
     context: Whole | None = None,
     stride: Whole | None = None,
-    against: Path | None = None,
+    against: CheckpointPath | None = None,
     calibration: Switch = False,
     save: Switch = False,
     page: Path | None = None,
-    adapter: Path | None = None,
+    adapter: CheckpointPath | None = None,
+    steering: SteerFlags = NOT_STEERED,
     device: Device = None,
     dtype: DtypeName | None = None,
     json: Json = False,
@@ -53,7 +59,8 @@ def run(
     Parameters
     ----------
     directory
-        A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the validation part of the run's own
         text by default. That of a tuned run is read document by document, as it was tuned, and of
@@ -92,15 +99,16 @@ def run(
     if adapter is not None and save:
         raise ValueError("--save stores the temperature of the model without --adapter.")
     calibration = calibration or save or page is not None
-    if page is not None and page.exists():
-        raise ValueError(f"{page} exists and is not overwritten; name another file for the page.")
+    if page is not None:
+        require_output(page, new=True, reads=[directory, adapter, against, text_path(text)])
+    require_inputs(directory, text)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
         from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import common_text, evaluate_text, open_evaluation_text
-        from fenchel.evaluate.calibration import write_calibration
+        from fenchel.evaluate.calibration import CALIBRATION, write_calibration
         from fenchel.files import write_atomic
         from fenchel.pipeline import own_text, prediction_map
 
@@ -110,6 +118,8 @@ def run(
                 "measured on the softmax of the logits, so leave out --calibration, --save "
                 "and --page."
             )
+        if save and directory.is_dir():
+            require_output(directory / CALIBRATION)
         place = device_and_dtype(device, dtype)
         if text is not None:
             source = open_evaluation_text(text)
@@ -124,14 +134,17 @@ def run(
         how: dict[str, Any] = {"limit": tokens, "context": context, "stride": stride}
         how["progress"] = console.progress
 
-        def evaluate(path: Path, adapter: Path | None = None) -> "tuple[TextEvaluation, str]":
+        def evaluate(
+            path: Path, adapter: Path | None = None, flags: SteerFlags = NOT_STEERED
+        ) -> "tuple[TextEvaluation, str]":
             """The result of a model and how its texts begin, in words."""
             model, tokenizer, _ = load_checkpoint(path, *place, adapter)
+            model = flags.added_to(model)
             choice = prediction_map(path)
             measured = evaluate_text(model, tokenizer, source, name=str(path), choice=choice, **how)
             return measured, describe_beginning(tokenizer)
 
-        measured, begin = evaluate(directory, adapter)
+        measured, begin = evaluate(directory, adapter, steering)
         if measured.documents is not None and measured.documents.conversations:
             begin = "A conversation is written by the chat template of the run."
         model, evaluation = measured.model, measured.evaluation
@@ -154,15 +167,15 @@ def run(
             lines += _calibration_lines(result)
             if save:
                 saved = write_calibration(directory, model, result, evaluation.text)
-                lines.append(f"temperature stored  {saved}")
+                lines.append(f"temperature stored  {printable(saved, 4096)}")
             if page is not None:
                 write_atomic(page, reliability_page(directory.name, evaluation.text, result))
-                lines.append(f"reliability diagram  {page}")
+                lines.append(f"reliability diagram  {printable(page, 4096)}")
         if against is not None:
             second, _ = evaluate(against)
             output["against"], comparison_lines = _compare(evaluation, second.evaluation)
             lines += comparison_lines
-    shown = break_lines("\n".join(lines), width_of(sys.stdout))
+    shown = break_lines(printable("\n".join(lines), None), width_of(sys.stdout))
     print(json_format.dumps(output) if json else shown)
     return 0
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from fenchel.cli.console import (
+    CheckpointPath,
     DtypeName,
     Whole,
     Words,
@@ -18,9 +20,11 @@ from fenchel.cli.console import (
     for_stdout,
     load_checkpoint,
     loading,
+    require_inputs,
     width_of,
 )
-from fenchel.files import Notice
+from fenchel.cli.steer import NOT_STEERED, SteerFlags
+from fenchel.files import Notice, printable
 
 if TYPE_CHECKING:
     from fenchel.data import TextTokenizer
@@ -37,19 +41,19 @@ DRAFT_ROUNDS = (
 class SamplingFlags:
     """The flags of ``Sampling``; None where one is left out."""
 
-    temperature: float | None = None
+    temperature: Annotated[float | None, Parameter(validator=Number(gte=0))] = None
     """0 takes the likeliest token each time; higher is more varied. 0.8 by default."""
-    top_k: Whole | None = None
+    top_k: Annotated[Whole | None, Parameter(validator=Number(gte=1))] = None
     """Draw among this many of the likeliest tokens."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, Parameter(validator=Number(gt=0, lte=1))] = None
     """Draw among the fewest tokens whose probabilities reach this sum. 0.95 by default."""
-    min_p: float | None = None
+    min_p: Annotated[float | None, Parameter(validator=Number(gt=0, lte=1))] = None
     """Draw among tokens at least this likely, relative to the likeliest."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float | None, Parameter(validator=Number(gt=0))] = None
     """Above 1 makes tokens that the text already has less likely."""
-    presence_penalty: float | None = None
+    presence_penalty: Annotated[float | None, Parameter(validator=Number(gte=-2, lte=2))] = None
     """Subtracted from the logits of tokens that were generated; -2 to 2."""
-    frequency_penalty: float | None = None
+    frequency_penalty: Annotated[float | None, Parameter(validator=Number(gte=-2, lte=2))] = None
     """Subtracted once per time that a token was generated; -2 to 2."""
     logit_bias: Annotated[list[str] | None, Parameter(negative="")] = None
     """ID=VALUE adds a value of -100 to 100 to the logit of a token; may be given several times."""
@@ -63,12 +67,13 @@ class SamplingFlags:
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *words: str,
     prompt: Words = "",
     max_new_tokens: Whole = 200,
     sampling: SamplingFlags = SamplingFlags(),
+    steering: SteerFlags = NOT_STEERED,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
@@ -77,7 +82,7 @@ def run(
     invariant: Annotated[bool, Parameter(negative="")] = False,
     logprobs: Whole | None = None,
     attention: Annotated[bool, Parameter(negative="")] = False,
-    adapter: Path | None = None,
+    adapter: CheckpointPath | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     seed: Whole = 0,
@@ -93,7 +98,8 @@ def run(
     Parameters
     ----------
     directory
-        A run directory, or a directory with config.json, weights and tokenizer.json.
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
     words
         The text to continue, instead of --prompt.
     prompt
@@ -140,6 +146,7 @@ def run(
     prompt = " ".join(words) or (sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
     if logprobs is not None and not json:
         raise ValueError("--logprobs needs --json, which has a place for numbers.")
+    require_inputs(directory)
     with loading():
         from fenchel.checkpoints.tokenizer import (
             describe_beginning,
@@ -159,7 +166,7 @@ def run(
     chosen, from_checkpoint = resolve_sampling(config, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, model_config = load_checkpoint(directory, on, as_dtype, adapter)
-    model = model if context is None else model.with_context(context)
+    model = steering.added_to(model if context is None else model.with_context(context))
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, model_config, ends, config.decoder_start)
     if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
@@ -198,7 +205,9 @@ def run(
     wrap = WordWrap(width_of(sys.stdout))
     if show:
         print(wrap(for_stdout(prompt)), end="", flush=True)
+    finish = "length"
     for update in found:
+        finish = update.finish or finish
         if update.finish == "error":
             raise ValueError(update.error)
         piece = "".join(token.text for token in update.tokens) + update.flush
@@ -209,6 +218,7 @@ def run(
     if json:
         begin = describe_beginning(tokenizer)
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
+        result |= {"prompt_tokens": len(ids), "new_tokens": len(tokens), "finish": finish}
         if from_checkpoint:
             result |= {"settings": from_checkpoint, "settings_from": str(config_file)}
         if logprobs is not None or attention:
@@ -263,4 +273,4 @@ def sentence(source: Path, from_checkpoint: dict[str, Any]) -> str:
         f"no {name}" if value is None else f"{name} {value}"
         for name, value in from_checkpoint.items()
     )
-    return f"Settings of {source}: {', '.join(parts)}."
+    return f"Settings of {printable(source, 4096)}: {', '.join(parts)}."

@@ -7,7 +7,18 @@ from typing import Literal
 
 from rich.table import Table
 
-from fenchel.cli.console import Console, Device, Json, Switch, Whole, device_and_dtype
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    Json,
+    Switch,
+    Whole,
+    device_and_dtype,
+    require_inputs,
+    text_path,
+)
+from fenchel.files import printable, require_output
 
 PAGE = Path("inspection.html")
 NormName = Literal["fro", "token"]
@@ -15,7 +26,7 @@ NormName = Literal["fro", "token"]
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     text: str,
@@ -39,13 +50,15 @@ def run(
     Parameters
     ----------
     directory
-        A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
     text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its beginning is read.
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     out
         The page; inspection.html when left out, and none with --json.
     max_tokens
-        Read this many tokens of a longer text.
+        Read this many tokens of a longer text; as many as the model takes, and 1024 at most, when
+        left out.
     layers
         Only these layers, counted from 1: 3 or 1-4,12.
     heads
@@ -71,8 +84,9 @@ def run(
     chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
     target = out if json else out or PAGE
     if target is not None:
-        require_ours(target)
+        require_page(target, reads=[directory, text_path(text)])
 
+    require_inputs(directory, text)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
@@ -132,13 +146,11 @@ def numbers(words: str | None, name: str) -> list[int] | None:
     return selected
 
 
-def require_ours(path: Path) -> None:
-    """Refuse to overwrite a file that is not a page of fenchel, or to write into a missing
-    folder."""
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} in.")
+def require_page(path: Path, *, reads: Iterable[Path | None]) -> None:
+    """``require_output`` of a page, which replaces nothing but another page of fenchel."""
+    require_output(path, reads=reads)
     if path.exists():
-        head = path.open("rb").read(4096) if path.is_file() else b""
+        head = path.open("rb").read(4096)
         if b'name="generator" content="fenchel"' not in head:
             raise ValueError(f"{path} exists and is not a page of fenchel; choose another --out.")
 
@@ -150,4 +162,4 @@ def show(tables: Iterable[Table], sentences: Iterable[str], page: Path | None) -
         console.terminal.print(table)
     for sentence in sentences:
         console.message(sentence)
-    print(f"Page  {page}")
+    print(f"Page  {printable(page, 4096)}")

@@ -28,10 +28,18 @@ _HEADS = 12
 """Heads shown; the page and --json have all of them."""
 
 _LEGEND = (
-    "means over heads and rows: entropy in nats, keys used, weight on the first token; the "
-    "largest: logit, row sensitivity, sigma of a head"
+    "means over heads and queries: entropy in nats, keys = exp(entropy), first = weight on the "
+    "first token; largest: logit = score, row = change of weights per change of scores, head = "
+    "gain from q, k, v to the output (sigma, the spectral norm of the Jacobian)"
 )
-_BLOCK_LEGEND = "; sigma of the block, its token norm from below, 1/s"
+_BLOCK_LEGEND = (
+    "; block = gain of the block, token = the same for the largest token (from below), 1/s = gain "
+    "of its norm layers, s the deviation that they divide by"
+)
+_HEAD_LEGEND = (
+    "head = layer and head; column = queries that attend to one token; q, k, v = gain from each "
+    "alone, all = together, dominant = the largest; docs/inspect.md explains every column"
+)
 
 _CERTIFIED = {
     "attention": "attention with W_O, in the input of attention",
@@ -64,7 +72,7 @@ def tables(result: Inspection) -> Iterator[Table]:
     ranked = sorted(result.heads, key=lambda head: -head.sigma["qkv"].lower)
     shown = ranked[:_HEADS]
     title = f"the {len(shown)} most sensitive of {len(ranked)} heads"
-    yield _measured([one for one in HEAD if one.name in _OF_HEAD], shown, title)
+    yield _measured([one for one in HEAD if one.name in _OF_HEAD], shown, title, _HEAD_LEGEND)
     if result.network is not None:
         yield _network(result.network)
     if result.certificates is not None:
@@ -89,8 +97,13 @@ def _headings(measures: Iterable[Measure[Any]]) -> list[str]:
     return [measure.short or measure.name for measure in measures]
 
 
-def _measured(measures: Sequence[Measure[Item]], items: Iterable[Item], title: str) -> Table:
-    table = _table(title, _headings(measures))
+def _measured(
+    measures: Sequence[Measure[Item]],
+    items: Iterable[Item],
+    title: str,
+    caption: str | None = None,
+) -> Table:
+    table = _table(title, _headings(measures), caption)
     for item in items:
         table.add_row(*(measure.terminal(item) for measure in measures))
     return table

@@ -13,6 +13,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fenchel.cli.console import Switch
+from fenchel.files import require_output
 from fenchel.lessons import COURSE, completed
 from fenchel.lessons import lesson as lesson_of
 
@@ -70,16 +71,19 @@ def _print_list() -> None:
     solved = completed()
     for number, each in enumerate(COURSE, start=1):
         print(f"{number:2}  {'solved' if each.name in solved else '':6}  {each.title}")
-        print(f"            {each.minutes} minutes. {each.question}")
+        research = " Research." if each.research else ""
+        print(f"            {each.minutes} minutes.{research} {each.question}")
 
 
 def _edit(notebook: Path, port: int | None, *, browser: bool) -> None:
     """Does not return: marimo's editor takes the place of this process."""
     copy = Path("lessons") / notebook.name
+    require_output(copy.parent, folder=True)
+    copy.parent.mkdir(exist_ok=True)
+    require_output(copy)
     if copy.exists():
         print(f"{copy} is here already and is opened as it is.", flush=True)
     else:
-        copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(notebook, copy)
         print(f"Copied to {copy}.", flush=True)
     options = [] if port is None else ["--port", str(port)]

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fenchel.cli.console import Console, Json, short_count
+from fenchel.cli.reference import read
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
@@ -64,7 +65,6 @@ def run(
             if section == "runs":
                 found, parts = runs(directory or RUNS, sort or "time", stages)
             else:
-                stages.progress("loading torch", 0, 0)
                 found, parts = LISTS[section]()
             values |= found
             shown += parts
@@ -108,68 +108,31 @@ def texts() -> Listed:
 
 def presets() -> Listed:
     """The presets, with the memory that a step of theirs takes on one GPU."""
-    from fenchel.distributed.plan import Cluster, plan
-    from fenchel.pipeline import PRESETS, settings
-
-    rows: Rows = []
+    rows = read()["presets"]
     table = _table("preset", ">params", ">blocks", ">heads", ">context", ">vocab.", ">GB", "like")
-    for name, preset in PRESETS.items():
-        chosen = settings({"preset": name})
-        model = chosen.model
-        planned = plan(model, chosen.train, chosen.optim, Cluster(ranks=1))
-        heads = str(model.heads) if model.groups == model.heads else f"{model.heads}/{model.groups}"
-        peak = planned.forecasts[0].peak
-        blocks = f"{model.layers} x {model.width}"
-        shape = (blocks, heads, str(model.context), str(model.vocabulary))
+    for row in rows:
+        heads, groups = row["heads"], row["kv_heads"]
         table.add_row(
-            name, short_count(planned.parameters), *shape, f"{peak / 1e9:.1f}", preset.about
+            row["name"],
+            short_count(row["parameters"]),
+            f"{row['layers']} x {row['width']}",
+            str(heads) if groups == heads else f"{heads}/{groups}",
+            str(row["context"]),
+            f"{row['vocabulary']}{'*' * row['follows_text']}",
+            f"{row['train_bytes'] / 1e9:.1f}",
+            row["about"],
         )
-        rows.append(
-            {
-                "name": name,
-                "about": preset.about,
-                "parameters": planned.parameters,
-                "layers": model.layers,
-                "width": model.width,
-                "heads": model.heads,
-                "kv_heads": model.groups,
-                "context": model.context,
-                "vocabulary": model.vocabulary,
-                "batch": chosen.train.batch,
-                "accumulate": chosen.train.accumulate,
-                "learning_rate": chosen.optim.learning_rate,
-                "train_bytes": int(peak),
-                "weight_bytes": 4 * planned.parameters,
-            }
-        )
-    about = (
-        "GB: memory of training on one GPU in bfloat16, by the formulas of fenchel plan NAME. "
-        "A vocabulary of 8192 is the largest of one that follows the text."
-    )
-    return {"presets": rows}, [
-        (table, [about, "fenchel train --preset NAME; any --set overrides it."])
+    notes = [
+        "GB: memory of training on one GPU in bfloat16, by the formulas of fenchel plan.",
+        "*: the vocabulary follows the text; this is that of sotu.",
+        "fenchel train --preset NAME; any --set overrides it.",
     ]
+    return {"presets": rows}, [(table, notes)]
 
 
 def families() -> Listed:
     """The families of Hugging Face checkpoints, each with its presets."""
-    from fenchel.model.families.registry import FAMILIES, family_for
-    from fenchel.model.transformer import meta_model
-    from fenchel.pipeline import PRESETS, settings
-
-    of: dict[str, list[str]] = {}
-    for name in PRESETS:
-        config = settings({"preset": name}).model
-        tensors = [key for key, _ in meta_model(config).named_parameters()]
-        of.setdefault(family_for(config, tensors).architecture, []).append(name)
-    rows: Rows = [
-        {
-            "model_type": family.name,
-            "architecture": family.architecture,
-            "presets": of.get(family.architecture, []),
-        }
-        for family in FAMILIES
-    ]
+    rows = read()["families"]
     table = _table("model_type", "class of transformers", "presets of this family")
     for row in rows:
         table.add_row(row["model_type"], row["architecture"], ", ".join(row["presets"]))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from fenchel.cli.console import Console, Switch, Whole, settings_from, short_count
+from fenchel.cli.reference import read
 from fenchel.config import did_you_mean
 from fenchel.files import printable
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from fenchel.distributed.plan import Cluster, Forecast, Plan
 
 _GB = 1e9
+_LEGEND = (
+    "grads: gradients; gather: weights of other GPUs during a pass; activ: activations; kv: keys "
+    "and values of a shared sequence; exch: buffers of an exchange; passes: micro-batches of a "
+    "step; inside, between: from the same node and from others; links: seconds of exchange."
+)
 
 
 def run(
@@ -68,18 +74,20 @@ def run(
     json
         Print one JSON object, with bytes and seconds.
     """
+    presets = [row["name"] for row in read()["presets"]]
+    named = config is not None and str(config) in presets and not config.exists()
+    if config is not None and not named and not config.suffix and not config.exists():
+        hint = did_you_mean(str(config), presets)
+        raise ValueError(f"{config} is neither a file of settings nor a preset; {hint}")
+    short = {"preset": str(config) if named else None}
+    mapping = settings_from(None if named else config, set, short)
     with Console(quiet=json) as console:
         console.progress("loading torch", 0, 0)
 
         from fenchel.distributed import plan as planning
-        from fenchel.pipeline import PRESETS, settings
+        from fenchel.pipeline import settings
 
-        named = config is not None and str(config) in PRESETS and not config.exists()
-        if config is not None and not named and not config.suffix and not config.exists():
-            hint = did_you_mean(str(config), PRESETS)
-            raise ValueError(f"{config} is neither a file of settings nor a preset; {hint}")
-        short = {"preset": str(config) if named else None}
-        chosen = settings(settings_from(None if named else config, set, short))
+        chosen = settings(mapping)
         try:
             cluster = planning.Cluster(
                 ranks=gpus,
@@ -128,10 +136,13 @@ def run(
         f"{result.parameters:,} parameters on {gpus} GPUs ({nodes}); {result.tokens:,} tokens and "
         f"{result.flops:.3g} FLOP per step."
     )
-    tables = f"\n{_memory_table(result)}\n\n{_time_table(result)}\n"
-    console.terminal.print(tables, markup=False, highlight=False, soft_wrap=True)
     for sentence in _sentences(result, cluster, advice):
         console.message(sentence)
+    tables = f"\n{_memory_table(result)}\n\n{_time_table(result)}\n"
+    console.terminal.print(tables, markup=False, highlight=False, soft_wrap=True)
+    console.message(_LEGEND)
+    if chosen.train.steps is None:
+        console.message("Days need the length of the run: --set train.steps=N.")
     for shard, simulated in found.items():
         console.message(
             f"Simulated shard={shard} in {simulated.seconds:.0f} s, equal to the formulas: rank 0 "

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from fenchel.files import printable
+
 
 def run(directory: Path, /) -> int:
     """Write the page of a run directory again.
@@ -14,5 +16,5 @@ def run(directory: Path, /) -> int:
     from fenchel.report import page
 
     path = page(directory)
-    print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB, self-contained")
+    print(f"{printable(path, 4096)}  {path.stat().st_size / 2**20:.1f} MiB, self-contained")
     return 0

@@ -9,8 +9,18 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import DtypeName, Whole, device_and_dtype, load_checkpoint, loading
-from fenchel.files import read_regular
+from fenchel.cli.console import (
+    CheckpointPath,
+    DtypeName,
+    Whole,
+    device_and_dtype,
+    load_checkpoint,
+    loading,
+    require_inputs,
+)
+from fenchel.cli.steer import NOT_STEERED, SteerFlags
+from fenchel.files import printable, read_regular
+from fenchel.hub_cache import model_name
 
 FAILED = 4
 """Exit code after the engine has failed."""
@@ -18,7 +28,7 @@ _EXTRA = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "
 
 
 def run(
-    directory: Path,
+    directory: CheckpointPath,
     /,
     *,
     host: str = "127.0.0.1",
@@ -30,7 +40,8 @@ def run(
     invariant: Annotated[bool, Parameter(negative="")] = False,
     cache: Literal["model", "float16", "int8"] = "model",
     prefixes: bool = True,
-    adapter: Path | None = None,
+    adapter: CheckpointPath | None = None,
+    steering: SteerFlags = NOT_STEERED,
     device: str | None = None,
     dtype: DtypeName | None = None,
     threads: Whole | None = None,
@@ -54,7 +65,8 @@ def run(
     Parameters
     ----------
     directory
-        A run directory, or a directory with config.json, weights and tokenizer.json.
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
     host
         The address to listen on; one that other machines reach needs a key.
     port
@@ -122,6 +134,7 @@ def run(
     for one in origin or ():
         if not one.startswith(("http://", "https://")) or one.rstrip("/").count("/") != 2:
             raise ValueError(f"--origin {one} should be as in http://localhost:3000.")
+    require_inputs(directory)
     with loading():
         import torch
 
@@ -156,7 +169,8 @@ def run(
     fewer = min(torch.get_num_threads(), max(1, cores() - 1))  # one is for HTTP
     torch.set_num_threads(threads or fewer)
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
-    served_name = name or directory.resolve().name
+    model = steering.added_to(model)
+    served_name = name or model_name(directory)
     chat_template = read_chat_template(directory, template)
     relay = Relay()
     engine = None
@@ -179,7 +193,7 @@ def run(
     suggested, _ = suggested_generation(directory)
     served = ServedModel(
         name=served_name,
-        aliases=frozenset() if any_model else frozenset({"default", directory.resolve().name}),
+        aliases=frozenset() if any_model else frozenset({"default", model_name(directory)}),
         config=config,
         tokenizer=tokenizer,
         context=config.context if engine is None else engine.context,
@@ -210,7 +224,7 @@ def run(
         if engine.failure is not None:
             raise ValueError(engine.failure)
     server = Server(App(served, engine, Embedder(model), relay, settings), listener)
-    print(f"Serving {served_name} at {address(host, listener)}", flush=True)
+    print(f"Serving {printable(served_name)} at {address(host, listener)}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again after it has ended.
         signal.signal(number, lambda *_: None)

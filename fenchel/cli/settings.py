@@ -4,13 +4,10 @@ import json as json_format
 from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
-from typing import TYPE_CHECKING
 
 from fenchel.cli.console import Console, Switch
-from fenchel.config import did_you_mean
-
-if TYPE_CHECKING:
-    from fenchel.config import Setting
+from fenchel.cli.reference import read
+from fenchel.config import Setting, did_you_mean
 
 
 def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) -> int:
@@ -25,14 +22,7 @@ def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) 
     json
         Print one JSON object, settings by name.
     """
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
-        from fenchel.config import reference
-        from fenchel.pipeline import RunConfig
-        from fenchel.pipeline.presets import SETTING
-
-        rows = [SETTING, *reference(RunConfig)]
+    rows = [Setting(**row) for row in read()["settings"]]
     chosen = [row for row in rows if row.name.startswith(prefix)]
     if not chosen:
         sections = dict.fromkeys(row.name.partition(".")[0] for row in rows)
@@ -43,11 +33,11 @@ def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) 
     if json:
         print(json_format.dumps({row.name: row._asdict() for row in chosen}, indent=1))
     else:
-        print(tables(chosen) if markdown else plain(chosen, console.terminal.width))
+        print(tables(chosen) if markdown else plain(chosen, Console().terminal.width))
     return 0
 
 
-def plain(rows: "Iterable[Setting]", width: int) -> str:
+def plain(rows: Iterable[Setting], width: int) -> str:
     """One paragraph per setting."""
     paragraphs = []
     for row in rows:
@@ -57,11 +47,11 @@ def plain(rows: "Iterable[Setting]", width: int) -> str:
     return "\n".join(paragraphs)
 
 
-def _meaning(row: "Setting") -> str:
+def _meaning(row: Setting) -> str:
     return f"{row.about} Needs {row.needs}." if row.needs else row.about
 
 
-def tables(rows: "Iterable[Setting]") -> str:
+def tables(rows: Iterable[Setting]) -> str:
     """One table in Markdown per section."""
     lines = []
     for section, group in groupby(rows, lambda row: row.name.rpartition(".")[0]):

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, Switch, Whole, Words, outlive_output, settings_from
+from fenchel.cli.console import (
+    Console,
+    Switch,
+    Whole,
+    Words,
+    outlive_output,
+    require_inputs,
+    settings_from,
+)
+from fenchel.files import require_output
 
 
 @Parameter(name="*")
@@ -20,7 +29,7 @@ class RunFlags:
     set: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = ()
     """One setting, such as train.batch=16; repeatable. fenchel settings explains them all."""
     budget: Words | None = None
-    """Time for training, such as 90s, 3m or 1h. Short for train.budget."""
+    """Time for training, such as 90s, 3m or 1h: training ends by then. Short for train.budget."""
     steps: Whole | None = None
     """Number of steps, instead of a time. Short for train.steps."""
     seed: Whole | None = None
@@ -50,30 +59,46 @@ class RunFlags:
         *,
         export: Path | None = None,
         merge: bool = False,
-        **tuning: Any,
+        checkpoint: Path | None = None,
+        template: str | None = None,
     ) -> int:
         """``pipeline.start_run`` in this process or in several; prints, and returns the exit code.
 
         ``export`` is the directory for the model of a run that has finished: of Hugging Face, or of
         PEFT for adapters that are not to ``merge``.
         """
+        if self.out is not None:
+            require_output(self.out, folder=True)
         if self.processes is not None and "RANK" not in os.environ:
             if self.processes < 1:
                 raise ValueError(f"--processes {self.processes} should be at least 1.")
             from fenchel.distributed.processes import launch
 
             return launch(self.processes, sys.argv[1:])
+        source = mapping["text"].get("source") if isinstance(mapping.get("text"), dict) else None
+        if isinstance(source, str) and source:
+            require_inputs(text=source, tuned_on=checkpoint is not None)
         outlive_output()
         if not (first := os.environ.get("RANK", "0") == "0"):
             warnings.simplefilter("ignore")  # rank 0 prints what all of them notice
         with Console(quiet=self.json, silent=not first) as console:
             console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
             from fenchel.checkpoints import convert, convert_to_peft
-            from fenchel.checkpoints.tuned_run import read_base
+            from fenchel.checkpoints.hf_export import require_free
+            from fenchel.checkpoints.tuned_run import bases, read_base
             from fenchel.pipeline import start_run
 
-            tuning |= {"resume_from": self.resume, "accept_new_text": self.accept_new_text}
-            path, outcome = start_run(mapping, console, out=self.out, **tuning)
+            if export is not None and (source := checkpoint or self.resume) is not None:
+                require_free(export, overwrite=False, reads=bases(source))
+            path, outcome = start_run(
+                mapping,
+                console,
+                out=self.out,
+                checkpoint=checkpoint,
+                template=template,
+                resume_from=self.resume,
+                accept_new_text=self.accept_new_text,
+            )
             if outcome is None:
                 return 2  # as the process that has printed why
             if export is not None and outcome.status == "finished" and first:

@@ -3,12 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from fenchel.cli.console import Switch, Whole, settings_from
+from fenchel.cli.console import (
+    CheckpointPath,
+    Switch,
+    Whole,
+    require_inputs,
+    settings_from,
+    text_path,
+)
 from fenchel.cli.train import RunFlags
+from fenchel.files import require_output
 
 
 def run(
-    directory: Path | None = None,
+    directory: CheckpointPath | None = None,
     /,
     *,
     text: str | None = None,
@@ -79,8 +87,15 @@ def run(
         raise ValueError("name the checkpoint to tune: fenchel tune DIR --text FILE.")
     elif "source" not in mapping.get("text", {}):
         raise ValueError("name the text to tune on: --text FILE.")
-    if export is not None and export.exists():
-        raise ValueError(
-            f"{export} exists and is not overwritten; name another directory to export to."
-        )
+    if flags.resume is None:
+        require_inputs(directory)
+    if export is not None:
+        run_folder = flags.resume or flags.out or Path("runs", "new")
+        source = mapping.get("text", {}).get("source")
+        reads = [directory, run_folder, text_path(source)]
+        reads += [] if template in (None, "plain") else [Path(str(template))]
+        adapters = lora is not None and not merge
+        files = () if directory is None or adapters else directory.glob("*.safetensors")
+        size = sum(file.stat().st_size for file in files)
+        require_output(export, folder=True, new=True, reads=reads, size=size)
     return flags.start(mapping, export=export, merge=merge, checkpoint=directory, template=template)

@@ -1,10 +1,14 @@
-"""Text to tokens to batches, without a model."""
+"""Text to tokens to batches, without a model.
 
-from fenchel.data.batches import Batch, Batches, BatchSource, EvalBatch, windows
+Batches are tensors. They are imported at their first use, so that text is read without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fenchel.data.chat import PLAIN, ChatTemplate
 from fenchel.data.config import TextConfig
-from fenchel.data.document_tokens import DocumentEncoder
-from fenchel.data.packing import DocumentIds, PackedBatches
+from fenchel.data.document_tokens import DocumentEncoder, DocumentIds
 from fenchel.data.split import Split
 from fenchel.data.text import Document, Text, holds_conversations, open_text
 from fenchel.data.token_files import Corpus, ProgressCallback, prepare
@@ -17,6 +21,14 @@ from fenchel.data.tokens import (
     load_tokenizer,
     train_tokenizer,
 )
+
+if TYPE_CHECKING:
+    from fenchel.data.batches import Batch as Batch
+    from fenchel.data.batches import Batches as Batches
+    from fenchel.data.batches import BatchSource as BatchSource
+    from fenchel.data.batches import EvalBatch as EvalBatch
+    from fenchel.data.batches import windows as windows
+    from fenchel.data.packing import PackedBatches as PackedBatches
 
 __all__ = [
     "END",
@@ -46,3 +58,13 @@ __all__ = [
     "train_tokenizer",
     "windows",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of batches.py or packing.py."""
+        if name not in __all__:
+            raise AttributeError(f"module 'fenchel.data' has no attribute {name!r}")
+        module = "packing" if name == "PackedBatches" else "batches"
+        globals()[name] = value = getattr(import_module(f"fenchel.data.{module}"), name)
+        return value

@@ -65,6 +65,7 @@ Message = Mapping[str, str]
 _JINJA = (3, 1, 6)  # escapes from the sandbox of older versions are known
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CUTS = 32  # places at which the beginning of a shortened answer is looked for
+_LONGEST_FRAME = 2**18  # characters that a template may write around a conversation in tuning
 _PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode gives no meaning
 
 
@@ -102,18 +103,27 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         trust_user_tokens: bool = False,
+        context: int | None = None,
     ) -> list[int]:
         """The ids of a conversation.
 
-        A control token in a content becomes plain text, unless ``trust_user_tokens``.
+        A control token in a content becomes plain text, unless ``trust_user_tokens``. A text that
+        cannot fit into a ``context`` of so many tokens is refused before it is encoded.
         """
         messages, control = check_messages(messages), _Control(tokenizer)
         marks = _Marks(self.source, messages)
         if not trust_user_tokens:
             messages = self._protect(messages, add_generation_prompt, control, marks)
         text, _ = marks.answers(self._render(messages, add_generation_prompt, marks))
+        if context is not None and len(text) > (most := tokenizer.most_characters(context)):
+            raise ValueError(
+                f"{self.name} writes {len(text):,} characters; for {context:,} tokens of context "
+                f"{most:,} are read at most."
+            )
         pieces = [piece for piece, _ in _pieces(text, control, marks, [])]
-        return tokenizer.encode_pieces(pieces).ids
+        if not (ids := tokenizer.encode_pieces(pieces).ids):
+            raise ValueError(f"{self.name} writes nothing for this conversation.")
+        return ids
 
     def encode_answers(
         self, tokenizer: TextTokenizer, messages: Sequence[Message], end: int | None = None
@@ -128,6 +138,11 @@ class ChatTemplate:
         marks = _Marks(self.source, messages)
         messages = self._protect(messages, False, control, marks)
         text, spans = self._answers(messages, control, marks)
+        written = sum(len(message["content"]) for message in messages)
+        if len(text) > _LONGEST_FRAME + 8 * written:
+            raise ValueError(
+                f"{self.name} writes {len(text):,} characters for a conversation of {written:,}."
+            )
         added: list[tuple[str | int, bool]] = []
         if (
             end is not None
@@ -147,24 +162,37 @@ class ChatTemplate:
 
         Empty if the template gives neither, or raises an error with and without a system message.
         """
-        control, marks = _Control(tokenizer), _Marks(self.source, [])
-        system, *turns = (
-            {"role": role, "content": marks.stand_for(role)}
-            for role in ("system", "user", "assistant", "user")
-        )
-        try:
-            rendered = self._render(turns, False, marks)
-        except ValueError:  # some templates require a system message
-            try:
-                rendered = self._render([system, *turns], False, marks)
-            except ValueError:  # a template for other conversations
-                return []
-        text, _ = marks.answers(rendered)
-        _, answer, question = (turn["content"] for turn in turns)
+        if (example := self._example(("user", "assistant", "user"))) is None:
+            return []
+        control, (text, (_, answer, question)) = _Control(tokenizer), example
         between = text.partition(answer)[2].partition(question)[0]
         if (token := control.pattern.search(between)) is not None:
             return [control.ids[token[0]]]
         return [between.rstrip()] if between.strip() else []
+
+    def require_answers(self) -> None:
+        """Refuse a template that leaves out what the assistant says: there is nothing to learn."""
+        found = [self._example(("user", "assistant", *more)) for more in ((), ("user",))]
+        if all(one is not None and one[1][1] not in one[0] for one in found):
+            raise ValueError(
+                f"{self.name} does not write what the assistant says, so that there is nothing to "
+                "learn from it; give another by --template."
+            )
+
+    def _example(self, roles: Sequence[str]) -> tuple[str, list[str]] | None:
+        """The text of a conversation whose contents are marks, and these.
+
+        None where the template raises an error with and without a system message before it.
+        """
+        marks = _Marks(self.source, [])
+        turns = [{"role": role, "content": marks.stand_for(role)} for role in ("system", *roles)]
+        for messages in (turns[1:], turns):
+            try:
+                text, _ = marks.answers(self._render(messages, False, marks))
+            except ValueError:  # some templates require a system message
+                continue
+            return text, [turn["content"] for turn in turns[1:]]
+        return None
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, marks: "_Marks"

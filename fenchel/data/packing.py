@@ -28,57 +28,11 @@ import numpy as np
 import torch
 
 from fenchel.data.batches import Batch
+from fenchel.data.document_tokens import DocumentIds
 from fenchel.data.tokens import Ids
 
 IGNORED = -100
 """The target of a position whose next token is not to be predicted, as in torch."""
-
-
-class DocumentIds(NamedTuple):
-    """The tokens of several documents, one after another.
-
-    >>> two = DocumentIds(np.array([1, 5, 2, 1, 6, 7, 2]), np.array([0, 3, 7]))
-    >>> two.ids[two.starts[1] : two.starts[2]]
-    array([1, 6, 7, 2])
-    """
-
-    ids: Ids
-    """(N,), with the tokens that begin and end a document."""
-    starts: Ids
-    """Where each document begins, and N: (documents + 1,)."""
-    scored: Ids | None = None
-    """(N,), true at tokens that are to be predicted; None where all are."""
-
-    def targets(self) -> Ids:
-        """Places of the tokens that are to be predicted and have a token before them.
-
-        >>> DocumentIds(np.arange(7), np.array([0, 3, 7])).targets()
-        array([1, 2, 4, 5, 6])
-        """
-        N, starts = len(self.ids), self.starts.astype(np.int64)
-        mask = np.ones(N, dtype=bool) if self.scored is None else np.array(self.scored, dtype=bool)
-        mask[starts[starts < N]] = False
-        return np.flatnonzero(mask)
-
-    def split(self, targets: int) -> tuple["DocumentIds", "DocumentIds"]:
-        """The documents up to that many targets, and the rest.
-
-        A document that is divided continues in the rest, after the last token of the first part.
-
-        >>> first, rest = DocumentIds(np.arange(7), np.array([0, 3, 7])).split(3)
-        >>> first.ids, first.starts, rest.ids, rest.starts
-        (array([0, 1, 2, 3, 4]), array([0, 3, 5]), array([4, 5, 6]), array([0, 3]))
-        """
-        places = self.targets()
-        if targets >= len(places):
-            return self, DocumentIds(self.ids[:0], self.starts[:1])
-        last, starts = int(places[targets - 1]), self.starts.astype(np.int64)
-        before, after = np.append(starts[starts <= last], last + 1), starts[starts > last] - last
-        first = DocumentIds(self.ids[: last + 1], before)
-        rest = DocumentIds(self.ids[last:], np.insert(after, 0, 0))
-        if (scored := self.scored) is None:
-            return first, rest
-        return first._replace(scored=scored[: last + 1]), rest._replace(scored=scored[last:])
 
 
 class _Part(NamedTuple):

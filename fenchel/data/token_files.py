@@ -31,21 +31,22 @@ from fenchel.data import tokens
 from fenchel.data.config import TextConfig, vocabulary_for
 from fenchel.data.document_tokens import (
     DocumentEncoder,
+    DocumentIds,
     DocumentWriter,
     map_documents,
     with_predecessor,
 )
-from fenchel.data.packing import DocumentIds
 from fenchel.data.split import Part, Split
-from fenchel.data.text import Document, Tally, Text, open_text
+from fenchel.data.text import BUILT_IN, Document, Tally, Text, open_text
 from fenchel.data.tokens import Ids, TextTokenizer, load_tokenizer, train_tokenizer
 from fenchel.files import (
     MANIFEST,
     Damaged,
     committed,
     discard,
+    manifest_of_all,
     read_json,
-    read_manifest,
+    require_output,
     require_space,
     sweep_beside,
     verify,
@@ -94,18 +95,6 @@ class CorpusFacts:
     def conversations(self) -> bool:
         """Whether the documents are conversations, of which the answers are predicted."""
         return self.validation_answer_bytes is not None
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Bytes of the validation text whose tokens are predicted."""
-        answers = self.validation_answer_bytes
-        return self.validation_bytes if answers is None else answers
-
-    @property
-    def train_predicted_bytes(self) -> int:
-        """The same of the training text."""
-        answers = self.train_answer_bytes
-        return self.train_bytes if answers is None else answers
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +151,21 @@ class Corpus:
             )
         )
         return replace(corpus, documents_of=(train, validation))
+
+    def predicted_bytes(self, *, validation: bool) -> int:
+        """Bytes of one stream whose tokens are predicted: not those of the first token.
+
+        Of documents that are read one by one, not the first of each; of conversations, the answers.
+        """
+        facts, ids = self.facts, self.validation if validation else self.train
+        answers = facts.validation_answer_bytes if validation else facts.train_answer_bytes
+        if answers is not None:
+            return answers
+        first = ids[:1]
+        if self.documents_of is not None:
+            first = ids[self.documents_of[validation].starts[:-1]]
+        size = facts.validation_bytes if validation else facts.train_bytes
+        return max(1, size - self.tokenizer.spelled_bytes(first))
 
     def documents(self, *, validation: bool) -> Iterator[Document]:
         """The documents of one stream, decoded: they need no source, and no tokenizer of a model.
@@ -225,13 +229,17 @@ def prepare(
     but token files. Temporary files of an earlier call that was killed are removed.
     """
     progress = progress or no_progress
+    if not folder.is_dir():  # one that is there is only replaced where it holds token files
+        reads = [] if owned or config.source in BUILT_IN else [config.source]
+        require_output(folder, folder=True, reads=reads)
+    _require_token_files(folder, owned)
     sweep_beside(folder, _OURS)
     conversations = encoder is not None and encoder.template is not None
     text = open_text(config.source, messages=conversations)
     tally = _measure(text, progress)
     given = None if encoder is None else encoder.tokenizer_json
     if given is None and config.tokenizer is not None:
-        path = Path(config.tokenizer).expanduser()
+        path = Path(os.path.expanduser(config.tokenizer))
         load_tokenizer(path)  # an unusable file is refused before any work
         given = path.read_bytes()
     model, vocabulary = config.tokenizer_model, config.vocabulary or vocabulary_for(tally.bytes)
@@ -270,19 +278,14 @@ def _measure(text: Text, progress: ProgressCallback) -> Tally:
 def _reusable(folder: Path, recipe: Mapping[str, Any], owned: bool) -> Corpus | None:
     """The corpus in ``folder`` if it was made by ``recipe``; None if it must be made."""
     while os.path.lexists(folder):
-        if folder.is_symlink() and owned:
-            raise ValueError(f"{folder} is a link, which a run does not write through.")
-        if not folder.is_dir() or not _names(folder) <= _OURS:
-            raise ValueError(
-                f"{folder} holds something other than token files; name another folder."
-            )
+        _require_token_files(folder, owned)
         before = _identity(folder)
         try:
             corpus = Corpus.open(folder)
         except Damaged as error:
             if _identity(folder) != before:  # another process has replaced it meanwhile
                 continue
-            if not owned and not _is_named_by_manifest(folder):
+            if not owned and (manifest_of_all(folder) or {}).get("kind") != _KIND:
                 raise ValueError(
                     f"{error} No intact manifest names the files in {folder}, so they are not "
                     "replaced; name another folder, or remove this one."
@@ -294,6 +297,14 @@ def _reusable(folder: Path, recipe: Mapping[str, Any], owned: bool) -> Corpus | 
         with suppress(FileNotFoundError):
             discard(folder)
     return None
+
+
+def _require_token_files(folder: Path, owned: bool) -> None:
+    """Refuse a folder that holds anything else, and a link in place of one of a run."""
+    if folder.is_symlink() and owned:
+        raise ValueError(f"{folder} is a link, which a run does not write through.")
+    if not _names(folder) <= _OURS:
+        raise ValueError(f"{folder} holds something other than token files; name another folder.")
 
 
 def _names(folder: Path) -> set[str]:
@@ -309,17 +320,6 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return facts.st_dev, facts.st_ino
-
-
-def _is_named_by_manifest(folder: Path) -> bool:
-    """Whether an intact manifest of token files names all files in ``folder``."""
-    try:
-        manifest = read_manifest(folder)
-    except Damaged:
-        return False
-    files = manifest.get("files")
-    named = {MANIFEST, *files} if isinstance(files, dict) else {MANIFEST}
-    return manifest.get("kind") == _KIND and _names(folder) <= named
 
 
 def _differences(corpus: Corpus, recipe: Mapping[str, Any]) -> list[str]:

@@ -34,6 +34,7 @@ import os
 import re
 import secrets
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -47,7 +48,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from fenchel.data import tokenizer_file
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, TOKENIZER_MODELS
 from fenchel.data.sandbox import EncodedText, EncodingProcess
-from fenchel.files import printable, read_json
+from fenchel.files import printable, read_json, write_atomic
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 """An array of token ids, of one or two axes."""
@@ -61,6 +62,7 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", END)
 _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _PROBE = "Ab 12\n\té中😀"
+_LEAST_LONGEST = 32
 _LETTER = "a"  # between the control tokens of a template
 
 
@@ -99,7 +101,7 @@ class TextTokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json."""
-        Path(path).write_text(self.to_str(pretty=True), encoding="utf-8")
+        write_atomic(Path(path), self.to_str(pretty=True))
 
     @property
     def vocabulary_size(self) -> int:
@@ -152,15 +154,37 @@ class TextTokenizer:
         >>> train_tokenizer(["aa"], 300).begin_with(0).library.encode("a").tokens
         ['<|end|>', 'a']
         """
-        name = "BEGIN"  # within the template, whose syntax the token itself might break
+        return self._with_template([token], [], keep=True)
+
+    def enclose_with(self, before: Sequence[int], after: Sequence[int]) -> "TextTokenizer":
+        """A copy whose template puts these tokens around every text, and no others.
+
+        >>> train_tokenizer(["aa"], 300).enclose_with([], [0]).library.encode("a").tokens
+        ['a', '<|end|>']
+        """
+        return self._with_template(before, after, keep=False)
+
+    def _with_template(
+        self, before: Sequence[int], after: Sequence[int], *, keep: bool
+    ) -> "TextTokenizer":
+        """A copy with a template, after the present one with ``keep``, else instead of it."""
+        # Names within the template, whose syntax the tokens themselves might break.
+        name = {token: f"TOKEN{token}" for token in (*before, *after)}
+        single = [*(name[token] for token in before), "$A", *(name[token] for token in after)]
+        second = ["$B", *single[len(before) + 1 :]] if after else [*single[:-1], "$B"]
         template = processors.TemplateProcessing(
-            single=f"{name} $A",
-            pair=f"{name} $A {name}:1 $B:1",
-            special_tokens=[{"id": name, "ids": [token], "tokens": [self.id_to_token(token)]}],
+            single=single,
+            pair=[*single, *(f"{part}:1" for part in second)],
+            special_tokens=[
+                {"id": name[token], "ids": [token], "tokens": [self.id_to_token(token)]}
+                for token in name
+            ],
         )
         copy = _spell_out_specials(Tokenizer.from_str(self.to_str()))
-        steps = [step for step in (copy.post_processor, template) if step is not None]
-        copy.post_processor = template if len(steps) == 1 else processors.Sequence(steps)
+        present = copy.post_processor if keep else None
+        copy.post_processor = (
+            template if present is None else processors.Sequence([present, template])
+        )
         return TextTokenizer(copy, self._encoder)  # which adds no control tokens
 
     def encode(self, text: str) -> list[int]:
@@ -176,6 +200,18 @@ class TextTokenizer:
         """
         before, after = self._around
         return [*before, *self.encode(text), *after]
+
+    def most_characters(self, tokens: int) -> int:
+        """Characters beyond which a text cannot have as few tokens as ``tokens``.
+
+        No token has more than the longest of the vocabulary; the least is for tokenizers that
+        remove characters.
+        """
+        return tokens * max(self._longest, _LEAST_LONGEST)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.library.get_vocab()), default=0)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of many texts, on all cores."""
@@ -211,6 +247,15 @@ class TextTokenizer:
             return bytes([byte])
         found = [_bytes_by_character().get(sign) for sign in self.id_to_token(token) or ""]
         return None if None in found else bytes(byte for byte in found if byte is not None)
+
+    def spelled_bytes(self, ids: Iterable[int]) -> int:
+        """How many bytes of a text tokens spell, each alone; a control token spells none."""
+        counts = Counter(int(token) for token in ids)
+        return sum(
+            number * len(self.token_bytes(token) or self.decode([token]).encode())
+            for token, number in counts.items()
+            if token not in self.control_tokens.values()
+        )
 
     def fallback_byte(self, token: int) -> int | None:
         """The byte that a token of byte fallback stands for; None for other tokens."""
@@ -360,18 +405,19 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -
     with _rust("train a tokenizer"):
         tokenizer.train_from_iterator(_at_most(TRAINED_ON, texts), trainer)
         if unigram:
-            tokenizer.model = _without_noise(tokenizer)
+            tokenizer.model = _without_noise(tokenizer, vocabulary)
     # A merge ends with a byte that begins no code point, so words serve characters too.
     tokenizer.pre_tokenizer = words
     return TextTokenizer.from_json(json.loads(tokenizer.to_str()))
 
 
-def _without_noise(tokenizer: Tokenizer) -> models.Unigram:
+def _without_noise(tokenizer: Tokenizer, vocabulary: int) -> models.Unigram:
     """The Unigram model with scores that the same text gives again.
 
     The library adds in an order that changes from call to call, which shows in the last digits. To
     the bytes that its vocabulary lacks it gives the lowest score plus 0, 0.0001, 0.0002, ..., in an
-    order that changes too. So scores are rounded, and these bytes share the lowest.
+    order that changes too. So scores are rounded, and these bytes share the lowest. Just above the
+    number of bytes it also leaves more tokens than were requested; then the likeliest stay.
     """
     rows = {t: s or 0.0 for t, s in json.loads(tokenizer.to_str())["model"]["vocab"]}
     del rows[END], rows[PAD]  # and a score is null where a text of no words gave none
@@ -379,6 +425,9 @@ def _without_noise(tokenizer: Tokenizer) -> models.Unigram:
     added = lowest + 256 * 0.0001
     scores = {t: round(lowest if len(t) == 1 and s < added else s, 3) for t, s in rows.items()}
     ordered = sorted(scores.items(), key=lambda row: (-row[1], row[0]))
+    longer = [row for row in ordered if len(row[0]) > 1]
+    left_out = {token for token, _ in longer[max(0, vocabulary - 2 - len(ordered) + len(longer)) :]}
+    ordered = [row for row in ordered if row[0] not in left_out]
     return models.Unigram([(END, 0.0), (PAD, 0.0), *ordered])
 
 

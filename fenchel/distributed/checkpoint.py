@@ -166,6 +166,9 @@ class DistributedLoop(Loop):
         number = self.stepper.world.largest(signals.first or 0)
         return Signals(number) if number else None
 
+    def _affordable_steps(self, seconds: float) -> int:
+        return self.stepper.world.share(super()._affordable_steps(seconds))  # by one clock
+
     def _not_finite(self) -> tuple[str, int] | None:
         owners = self.stepper.owners
         found = owners.world.gather(run_checkpoint.not_finite(owners.owned_tensors))

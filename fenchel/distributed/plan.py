@@ -38,7 +38,9 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
 
     A = 8 M + 8 + a (x M + (H + 2 G) D_h + [rotary] (H + G) D_h + H D_h + f F) + 4 H
         x = 2, or 3 for a gated MLP if a < 4, whose input is cast twice;  f = 4 if gated, else 2
-        qk_norm adds 4 (H + G) + a H D_h, and 8 (H + G) D_h if a < 4; dropout adds 2 a M
+        qk_norm adds 4 (H + G) + a H D_h (8 where one norm is over all heads), and 8 (H + G) D_h if
+        a < 4; norms on both sides add 8 M + 8, norms after a branch 8 M if a < 4; dropout adds
+        2 a M; every layer counts as rotary where one is
         temporaries  t (3 a F + 8 M), gradients inside one block
 
     peak = weights + state + gradients
@@ -297,11 +299,16 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
     if config.experts:
         wide *= config.experts_per_token
     factors = inputs * M + (H + 2 * G) * D + H * D + wide
-    if config.positions == "rotary" or config.qk_norm:
+    if any(map(config.rotates, range(config.layers))) or config.qk_norm:
         factors += (H + G) * D
     saved = 8 * M + 8 + a * factors + 4 * H
     if config.qk_norm:
-        saved += 4 * (H + G) + a * H * D + (8 * (H + G) * D if half else 0)
+        saved += 8 if config.qk_norm_width == "all" else 4 * (H + G) + a * H * D
+        saved += 8 * (H + G) * D if half else 0
+    if config.norm_place == "both":
+        saved += 8 * M + 8
+    if config.norm_place in ("both", "after") and half:
+        saved += 8 * M
     if config.dropout:
         saved += 2 * a * M
     return saved

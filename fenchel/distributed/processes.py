@@ -35,13 +35,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from math import prod
+from signal import Signals
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
@@ -257,28 +259,35 @@ def launch(processes: int, words: list[str]) -> int:
 
     torchrun --standalone --nproc-per-node N -m fenchel WORDS does the same, adds a report of some
     forty lines to the sentence of a process that fails, and ends with 1 whatever its exit code.
+    A signal, which the processes receive too, raises KeyboardInterrupt once they have ended.
     """
     logging.disable(logging.CRITICAL)  # in this process, which does nothing else
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of libraries that train.threads does not reach
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"fenchel-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "fenchel", *words)
+        with TemporaryDirectory(ignore_cleanup_errors=True) as logs:  # torch would leave its own
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                run_id=f"fenchel-{os.getpid()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(config, sys.executable)("-m", "fenchel", *words)
     except ChildFailedError as error:
         codes = [error.get_first_failure()[1].exitcode]
         codes += [failure.exitcode for failure in error.failures.values()]
         code = next((code for code in codes if code > 2), codes[0])  # 2 is also that of silence
         return code if code > 0 else 128 - code
     except SignalException as error:
-        return 128 + error.sigval
+        # Processes that do not end within half a minute are killed and print nothing.
+        raise KeyboardInterrupt(
+            Signals(error.sigval),
+            "all processes have ended; --resume RUN goes on from the last checkpoint.",
+        ) from None
     return 0
 
 

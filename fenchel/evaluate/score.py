@@ -2,7 +2,8 @@
 
     loss           mean over targets of -log p(target | tokens before it), in nats
     perplexity     exp(loss), V for a uniform model; depends on the tokenizer
-    bits_per_byte  sum of the losses / (bytes of the text x log 2); independent of the tokenizer
+    bits_per_byte  sum of the losses / (bytes that the targets spell x log 2); independent of the
+                   tokenizer
 
 ``score_choice`` measures a model that was trained by the Fenchel-Young loss of another choice map:
 its prediction is p = weights(logits). A sparse p may give a target probability 0. Perplexity and
@@ -86,7 +87,7 @@ def score(
     progress: ProgressCallback | None = None,
     shared: Sharing | None = None,
 ) -> Score:
-    """Evaluate a model on ``ids``, the tokens of a text of ``bytes`` bytes.
+    """Evaluate a model on ``ids``, of which all but the first spell ``bytes`` bytes.
 
     ``limit`` is the largest number of targets; the bytes of a part of the text are estimated in
     proportion to its targets. ``model`` maps ids (B, T) to logits (B, T, V).
@@ -98,7 +99,7 @@ def score(
     8.0
     """
     if bytes < 1:
-        raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
+        raise ValueError(f"bytes={bytes} should be those that the targets spell, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
     sums: list[Block] = []
     for number, logits_NV, targets_N in predictions(
@@ -358,11 +359,12 @@ def text_ids(
     limit: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[Ids, int]:
-    """Ids of a text and its size in bytes, begun by the tokenizer's template (``begin_ids``).
+    """Ids of a text and the bytes that all but the first spell.
 
-    Between two documents stand the end token and the tokens that begin a text, or one of them if
-    they are the same. With a ``limit`` only as many documents are read as give that many targets,
-    and the result is truncated by ``truncate_ids``.
+    The tokenizer's template begins it (``begin_ids``). Between two documents stand the end token
+    and the tokens that begin a text, or one of them if they are the same. With a
+    ``limit`` only as many documents are read as give that many targets, and the result is truncated
+    by ``truncate_ids``.
     """
     text = open_text(source)
     documents = text.documents()
@@ -392,7 +394,8 @@ def document_ids(
             break
     if progress is not None:
         progress("encoding", total, total)
-    return truncate_ids(np.array(ids, dtype=np.uint32), size, limit)
+    size -= tokenizer.spelled_bytes(ids[:1])
+    return truncate_ids(np.array(ids, dtype=np.uint32), max(1, size), limit)
 
 
 def truncate_ids(ids: Ids, bytes: int, limit: int | None) -> tuple[Ids, int]:

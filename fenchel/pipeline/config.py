@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from fenchel.config import Use, did_you_mean, from_mapping, reference, require_read
+from fenchel.config import Use, did_you_mean, from_mapping, reference, require_read, to_mapping
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
 from fenchel.model.lora import TARGETS, LoraConfig
@@ -27,7 +27,7 @@ NO_EFFECT_ON_WEIGHTS = {
 UNCHANGEABLE = {
     "optim.optimiser": "its state belongs to the one that wrote it",
     "train.init": "it is past its first step",
-    "train.budget": "it was turned into steps when the run began, so give --steps",
+    "train.budget": "it was turned into steps, so give --steps",
     "train.loss": "the best step so far was chosen by it",
     "train.loss_alpha": "the best step so far was chosen by it",
 }
@@ -38,6 +38,7 @@ LONGEST_ROW = 1024
 """Positions per row of a tuned model with a longer context, where tune.context is not given."""
 ADAPTER_RULES = ("adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
 """Optimisers that can train adapters: the others measure the weights beside them."""
+_DERIVED = ("model.vocabulary", "train.steps", "train.threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,27 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)
     return from_mapping(RunConfig, {**rest, **sections})
+
+
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that differ from those of a run without arguments, with the values there.
+
+    Left out are those that follow from the text, the budget, the machine or a checkpoint.
+
+    >>> changed_settings(settings({"seed": 3, "model": {"choice": "entmax"}}))
+    {'seed': 0, 'model': {'choice': 'softmax'}}
+    """
+    own, default = to_mapping(config), to_mapping(settings({}))
+    changed: dict[str, Any] = {"seed": default["seed"]} if own["seed"] != default["seed"] else {}
+    for name in ("text", "optim", "train") if config.tune else ("text", "model", "optim", "train"):
+        keys = {**own[name], **default[name]}
+        others = {
+            key: default[name].get(key)
+            for key in keys
+            if own[name].get(key) != default[name].get(key) and f"{name}.{key}" not in _DERIVED
+        }
+        changed |= {name: others} if others else {}
+    return changed
 
 
 def section(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:

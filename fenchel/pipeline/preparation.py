@@ -4,14 +4,18 @@ A run records which token files it reads, with the hashes of their text and toke
 opens them again and refuses others; damaged ones are made again from the text, inside the run: the
 record of a foreign run cannot name a folder elsewhere that is written to.
 
-The number of steps follows from a time budget and the time of a step, which is measured on the
-model of the run; its initial weights are restored afterwards, bit for bit.
+The number of steps of a time budget is planned from the time of a step, which is measured on the
+model of the run for a twentieth of the budget at most; its initial weights are restored afterwards,
+bit for bit. While the run trains, the plan is corrected (fenchel/train/loop.py). A run whose steps
+are given is not timed.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +53,8 @@ from fenchel.train.rundir import TOKENS, is_run_name
 
 EVALUATION_SHARE = 0.04
 """Part of a time budget that is left to evaluations and checkpoints."""
+TIMING_SHARE = 0.05
+"""Part of a time budget after which no further step is timed."""
 
 
 def record_corpus(run: RunDir, corpus: Corpus) -> None:
@@ -260,30 +266,39 @@ def resolve_steps(
     callback: RunCallback,
     world: World = ALONE,
 ) -> RunConfig:
-    """``config`` with its threads and, from a time budget, its steps: measured once per run."""
-    callback.progress("timing steps", 0, 0)
-    if in_cells(config, world):
-        time = _time_cells(config, deepcopy(model), batches, world)
+    """``config`` with its threads and, from a time budget, the steps that it is planned for."""
+    in_parts, steps, pace = in_cells(config, world), config.train.steps, ""
+    if steps is not None:
+        threads = config.train.threads or (
+            max(1, cores() // world.local_size) if in_parts else torch.get_num_threads()
+        )
     else:
-        time = _time_steps(config, model, batches)
-    steps = config.train.steps
-    if steps is None:
+        callback.progress("timing steps", 0, 0)
         budget = seconds(config.train.budget or "")
+        limit = TIMING_SHARE * budget
+        if in_parts:
+            time = _time_cells(config, deepcopy(model), batches, world, limit)
+        else:
+            time = _time_steps(config, model, batches, limit)
+        threads = time.threads
         steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / time.seconds))
+        pace = f"{1e3 * time.seconds:.0f} ms per step with "
     parameters = sum(p.numel() for p in model.parameters())
     row = replace(config.model, context=config.row_length)
     operations = training_flops(row, batch=config.train.batch)
     callback.message(
-        f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; "
-        f"{1e3 * time.seconds:.0f} ms per step with "
+        f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; {pace}"
         + (f"{world.size} processes, each with " if world.size > 1 else "")
-        + f"{time.threads} thread{'' if time.threads == 1 else 's'}; {steps:,} "
+        + f"{threads} thread{'' if threads == 1 else 's'}; {steps:,} "
         f"step{'' if steps == 1 else 's'}."
     )
-    return replace(config, train=replace(config.train, threads=time.threads, steps=steps))
+    callback.step(0, steps)  # the stage that a bar shows from here on
+    return replace(config, train=replace(config.train, threads=threads, steps=steps))
 
 
-def _time_steps(config: RunConfig, model: nn.Module, batches: BatchSource) -> StepTime:
+def _time_steps(
+    config: RunConfig, model: nn.Module, batches: BatchSource, limit: float = math.inf
+) -> StepTime:
     """The time of a step of this run; afterwards ``model`` is as it was, bit for bit."""
     initial = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     # before the steps of a time budget are known, any number serves: a step of another size takes
@@ -291,7 +306,7 @@ def _time_steps(config: RunConfig, model: nn.Module, batches: BatchSource) -> St
     optimiser = build_optimiser(model, config.optim, steps=config.train.steps or 1000)
     stepper = Stepper(model, batches, optimiser, constant(), config=config.train, seed=config.seed)
     try:
-        return time_steps(lambda: stepper(0), threads=config.train.threads)
+        return time_steps(lambda: stepper(0), threads=config.train.threads, limit=limit)
     finally:
         optimiser.close()  # its hooks would otherwise stay on the model
         model.load_state_dict(initial)
@@ -345,7 +360,7 @@ def build_cells(
 
 
 def _time_cells(
-    config: RunConfig, model: Transformer, batches: BatchSource, world: World
+    config: RunConfig, model: Transformer, batches: BatchSource, world: World, limit: float
 ) -> StepTime:
     """The time of a step of all processes, on a model of its own, as rank 0 measures it."""
     threads = config.train.threads or max(1, cores() // world.local_size)
@@ -357,9 +372,12 @@ def _time_cells(
             for x in stepper.owners.owned_tensors.values():
                 x.normal_(0.0, 0.02, generator=torch.Generator(x.device).manual_seed(0))
         stepper.owners.spread()
-    time = time_steps(lambda: stepper(0), threads=threads)
+    step = partial(stepper, 0)
+    pace = world.share(time_steps(step, threads=threads, repeats=1).seconds)
+    if 6 * pace < limit:  # all processes take the same steps, so that none decides for itself
+        pace = world.share(time_steps(step, threads=threads).seconds)
     stepper.optimiser.close()
-    return StepTime(threads, world.share(time.seconds))
+    return StepTime(threads, pace)
 
 
 def speed() -> tuple[StepTime, int]:

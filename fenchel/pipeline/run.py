@@ -30,6 +30,7 @@ from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.choice import Choice
 from fenchel.config import to_mapping
 from fenchel.data import Corpus
+from fenchel.data.text import BUILT_IN
 from fenchel.distributed.cells import CellStepper
 from fenchel.distributed.checkpoint import DistributedLoop
 from fenchel.distributed.processes import (
@@ -58,10 +59,12 @@ from fenchel.files import (
 )
 from fenchel.model.lora import AdapterWeights
 from fenchel.optim import build_beta2, build_optimiser, build_schedule
+from fenchel.optim.config import peak_score_rate
 from fenchel.pipeline.config import (
     RunCallback,
     RunConfig,
     change_settings,
+    changed_settings,
     comments,
     new_run_path,
     section,
@@ -90,6 +93,7 @@ from fenchel.train import (
     explain_out_of_memory,
     named_loss,
     retain_freed_memory,
+    seconds,
 )
 from fenchel.train.loop import newest_checkpoint
 from fenchel.train.rundir import plain_json
@@ -138,6 +142,9 @@ def start_run(
             )
         text = mapping["text"]["source"] if config is None else config.text.source
         path = Path(world.on_first(lambda: str(out or new_run_path(Path("runs"), str(text)))))
+        if world.first:
+            reads = [one for one in (text, checkpoint, template) if one not in (*BUILT_IN, "plain")]
+            RunDir(path).require_free(reads)
         if config is not None:
             return path, begin(config, path, callback, world)
         assert checkpoint is not None
@@ -194,8 +201,7 @@ def tune(
 
 def _begin(task: Task) -> Outcome:
     run, world = task.run, task.world
-    with _storage_errors(run):
-        new = world.first and run.create()
+    new = world.first and run.create()
     with _storage_errors(run), locked(run.path) if world.first else nullcontext():
         try:
             world.on_first(run.claim)
@@ -205,6 +211,7 @@ def _begin(task: Task) -> Outcome:
             recompute = task.config.train.recompute
             with explain_out_of_memory("nothing was begun", recompute=recompute):
                 task.build_model(begun=False)
+                timed = task.config.train
                 task.config = resolve_steps(
                     task.config, task.model, task.batches, task.callback, world
                 )
@@ -217,7 +224,8 @@ def _begin(task: Task) -> Outcome:
             if new:
                 run.abandon()
             raise
-        return train_and_report(task)
+        budget = None if timed.steps is not None else seconds(timed.budget or "")
+        return train_and_report(task, budget)
 
 
 def resume(
@@ -266,8 +274,11 @@ def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
     return corpus
 
 
-def train_and_report(task: Task) -> Outcome:
-    """Take the remaining steps of the run, evaluate the model, write the report."""
+def train_and_report(task: Task, budget: float | None = None) -> Outcome:
+    """Take the remaining steps of the run, evaluate the model, write the report.
+
+    ``budget`` is the time in seconds from which the steps of a run that begins were planned.
+    """
     config, run, world = task.config, task.run, task.world
     steps = config.train.steps
     if steps is None:
@@ -298,11 +309,26 @@ def train_and_report(task: Task) -> Outcome:
         callback=CallbackList(task.callback, *loggers),
         progress=progress,
         weights=weights,
+        budget=budget,
+        replan=partial(_replan, task, stepper),
     )
     with _explain_failure(run, config.train.recompute):
         outcome = loop.train()
         _report(task, outcome)
     return outcome
+
+
+def _replan(task: Task, stepper: Stepper, steps: int) -> None:
+    """The rest of the run as that of one of ``steps`` steps, which its settings record."""
+    optim = task.config.optim
+    task.config = replace(task.config, train=replace(task.config.train, steps=steps))
+    stepper.schedule = build_schedule(optim, steps)
+    if optim.optimiser == "score":
+        for group in stepper.optimiser.param_groups:
+            if "opening" in group:  # of ScoreDescent, whose rate follows from the steps
+                group["initial_lr"] = peak_score_rate(optim, steps)
+    if task.world.first:
+        task.run.write_settings(to_mapping(task.config), comments())
 
 
 def _build_stepper(task: Task, steps: int) -> tuple[Stepper, Weights]:
@@ -333,13 +359,18 @@ def _report(task: Task, outcome: Outcome) -> None:
         "reason": outcome.reason,
         "steps": config.train.steps,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "defaults": changed_settings(config),
     }
     if config.lora is not None:
         summary["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     summary |= {"text": asdict(task.corpus.facts), **asdict(outcome.progress)}
     if outcome.status == "finished":
-        callback.progress("reading all of the validation text", 0, 0)
-        summary["validation"] = task.validate(model, None)
+        limit = task.last_limit
+        part = "all" if limit is None else f"the first {limit:,} tokens"
+        callback.progress(f"reading {part} of the validation text", 0, 0)
+        summary["validation"] = task.validate(model, limit, last=True)
+        if limit is not None:
+            summary["validation_limit"] = limit
     if not task.world.first:
         return
     if task.divided and outcome.status != "diverged":
@@ -476,10 +507,10 @@ def own_text(directory: Path, split: str = "validation") -> EvaluationText:
     if not (directory / "text.json").is_file():
         raise ValueError(f"{directory} has no text; name one with --text.")
     corpus, held_out = open_corpus(directory), split != "train"
-    facts, ids = corpus.facts, corpus.validation if held_out else corpus.train
+    ids = corpus.validation if held_out else corpus.train
     text = EvaluationText(
         f"{split} text of {directory}",
-        facts.predicted_bytes if held_out else facts.train_predicted_bytes,
+        corpus.predicted_bytes(validation=held_out),
         partial(corpus.documents, validation=held_out),
         ids,
         fingerprint(read_tokenizer(directory)),
@@ -488,7 +519,7 @@ def own_text(directory: Path, split: str = "validation") -> EvaluationText:
         return text
     pack = partial(pack_documents, settings(RunDir(directory).read_settings()), corpus)
     documents = corpus.documents_of[held_out]
-    return text._replace(ids=SeparateDocuments(documents, pack, facts.conversations))
+    return text._replace(ids=SeparateDocuments(documents, pack, corpus.facts.conversations))
 
 
 def prediction_map(directory: Path) -> Choice | None:

@@ -8,6 +8,7 @@ weights are divided it alone draws the first ones.
 """
 
 import math
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,8 @@ from fenchel.train import RunDir, named_loss, require_loggers, select_device
 from fenchel.train.rundir import TOKENS, is_run_name
 from fenchel.train.step import autocast
 
+LEAST_VALIDATED = 2**19
+"""Targets of the validation text that the last evaluation of a run reads at least."""
 SHORT_VALIDATION = 1000
 """Bytes of held-out text below which its loss is mostly chance."""
 
@@ -86,7 +89,7 @@ class Task:
     def prepare_tokens(self, encoder: DocumentEncoder | None = None) -> Corpus:
         """The token files of the text, in the run or where they are shared."""
         text, shared = self.config.text, self.config.text.prepared
-        folder = self.path / TOKENS if shared is None else Path(shared).expanduser()
+        folder = self.path / TOKENS if shared is None else Path(os.path.expanduser(shared))
         owned, progress = shared is None, self.callback.progress
         return prepare(text, folder, owned=owned, progress=progress, encoder=encoder)
 
@@ -149,10 +152,27 @@ class Task:
         start_weights(self.config, model, self.corpus.train)
         return model
 
-    def validate(self, model: nn.Module, limit: int | None) -> dict[str, float]:
-        """Metrics of the validation text; its first ``limit`` targets in the training precision."""
+    @property
+    def last_limit(self) -> int | None:
+        """Targets of the validation text that the last evaluation reads; None for all.
+
+        A target costs a third of what it costs to train on one: a quarter of those of the run is a
+        twelfth of its time. Of a short run at least ``LEAST_VALIDATED``.
+        """
+        train = self.config.train
+        trained = (train.steps or 0) * train.batch * self.config.row_length
+        limit = max(LEAST_VALIDATED, trained // 4)
+        return None if self.corpus.facts.validation_tokens <= limit else limit
+
+    def validate(
+        self, model: nn.Module, limit: int | None, *, last: bool = False
+    ) -> dict[str, float]:
+        """Metrics of the first ``limit`` targets of the validation text, or of all.
+
+        In the training precision, unless it is the ``last`` evaluation.
+        """
         narrow = autocast(self.config.train.precision, self.device)
-        with nullcontext() if limit is None else narrow():
+        with nullcontext() if last else narrow():
             metrics = self.evaluate(model, limit)
         reshard(model)
         return metrics
@@ -163,8 +183,9 @@ class Task:
         With another loss than cross-entropy, perplexity and bits per byte are those of its own
         choice map, and are left out where a target has probability 0.
         """
-        train, ids, facts = self.config.train, self.corpus.validation, self.corpus.facts
-        size, context = facts.validation_bytes, self.config.model.context
+        train, ids = self.config.train, self.corpus.validation
+        size = self.corpus.predicted_bytes(validation=True)
+        context = self.config.model.context
         where: dict[str, Any] = {"bytes": size, "context": context, "limit": limit}
         choice = named_loss(train.loss, alpha=train.loss_alpha)
         if choice is None:

@@ -287,7 +287,7 @@ class TuneTask(Task):
         """Metrics of the held-out documents; of conversations, those of the answers."""
         assert isinstance(model, Transformer)
         rows = document_batches(self.config, self.corpus, validation=True)
-        size = self.corpus.facts.predicted_bytes
+        size = self.corpus.predicted_bytes(validation=True)
         return score_documents(model, rows, bytes=size, limit=limit)._asdict()
 
     def sample_prompt(self) -> tuple[Ids, int, list[int]]:
@@ -338,7 +338,7 @@ class TuneTask(Task):
         return {
             "loss": found.loss,
             "perplexity": math.exp(min(found.loss, 700.0)),
-            "bits_per_byte": bits / self.corpus.facts.predicted_bytes,
+            "bits_per_byte": bits / self.corpus.predicted_bytes(validation=True),
             "accuracy": found.accuracy,
             "confidence": found.confidence,
             "ece": found.ece,

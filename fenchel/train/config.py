@@ -23,9 +23,10 @@ class TrainConfig:
     """Settings of the loop; the model and the optimiser have their own."""
 
     steps: int | None = None
-    """Number of steps; None derives it from ``budget``."""
+    """Number of steps; None plans them for ``budget`` and corrects the plan while training."""
     budget: str | float | None = "2m"
-    """Time for training and evaluation: "90s", "3m", "1h" or seconds; read when steps is None."""
+    """Time for training and its evaluations: "90s", "3m", "1h" or seconds; read when steps is None.
+    At the deadline the run ends, with the learning rate at the end of its schedule."""
     batch: int = 32
     """Sequences per step, B."""
     accumulate: int = 1
@@ -79,7 +80,8 @@ class TrainConfig:
     compile: bool = False
     """Compile the forward pass with torch.compile: a minute at first, then faster GPU steps."""
     threads: int | None = None
-    """CPU threads; None times a few counts and takes the fastest."""
+    """CPU threads; None takes the fastest of a few counts that are timed for a budget, and the
+    default of torch where steps are given."""
     log_every: int = 10
     """Steps between lines of metrics."""
     evaluate_every: int | None = None

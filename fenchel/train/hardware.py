@@ -20,6 +20,7 @@ fastest.
 """
 
 import ctypes
+import math
 import os
 import platform
 import re
@@ -197,16 +198,30 @@ class StepTime(NamedTuple):
 
 
 def time_steps(
-    step: Callable[[], object], *, threads: int | None = None, repeats: int = 3
+    step: Callable[[], object],
+    *,
+    threads: int | None = None,
+    repeats: int = 3,
+    limit: float = math.inf,
 ) -> StepTime:
-    """Time ``step`` with ``threads``, or with 1, 2, 4, ... up to the cores; set the fastest."""
-    counts = [threads] if threads else sorted({min(2**n, cores()) for n in range(8)})
-    times = []
+    """Time ``step`` with ``threads``, or with 1, 2, 4, ... up to the cores; set the fastest.
+
+    After ``limit`` seconds no further step is begun. Steps that reach it are long ones, which gain
+    from threads, so the largest count comes first.
+    """
+    counts = [threads] if threads else sorted({min(2**n, cores()) for n in range(8)}, reverse=True)
+    times, spent = [], 0.0
     for count in counts:
         torch.set_num_threads(count)
-        step()  # the first one allocates memory and starts the threads
-        times.append(StepTime(count, median(_time(step) for _ in range(repeats))))
-    best = min(times, key=lambda time: time.seconds)
+        spent += (first := _time(step))  # allocates memory and starts the threads
+        measured: list[float] = []
+        while len(measured) < repeats and spent < limit:
+            measured.append(_time(step))
+            spent += measured[-1]
+        times.append(StepTime(count, median(measured or [first])))
+        if spent >= limit:
+            break
+    best = min(times, key=lambda time: (time.seconds, time.threads))
     torch.set_num_threads(best.threads)
     return best
 

@@ -8,14 +8,22 @@ The first SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the loop after the step under
 checkpoint; the second stops it at once.
 
 Steps are numbered from 1 in everything a person reads: after step n, n steps are complete.
+
+A run by a time budget has a plan of steps. After every step the loop compares the time left with
+the time that the rest takes at the pace of the latest steps. Where the two part it plans fewer, or
+again more up to the first plan; ``replan`` then moves the schedule of rates to the new end and
+records the number. Past the deadline no step begins. A resume takes the recorded plan and has no
+deadline, so that what follows a checkpoint is a function of it.
 """
 
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from signal import Signals
+from statistics import fmean, median
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -35,6 +43,8 @@ ValidationFunction = Callable[[nn.Module], Mapping[str, float]]
 """A model to metrics of the validation text; the smallest "loss" decides which step is best."""
 ProbeFunction = Callable[[Batch], Mapping[str, Any]]
 """The batch of a step to extra metrics of its line, such as the health of attention."""
+ReplanFunction = Callable[[int], None]
+"""A new number of steps: move the schedule, and record it."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,10 +121,13 @@ class Loop:
         callback: Callback,
         progress: Progress,
         weights: Weights | None = None,
+        budget: float | None = None,
+        replan: ReplanFunction | None = None,
     ) -> None:
         """``settings`` are those of the model, which every checkpoint holds beside ``weights``.
 
-        These are the model's, unless it has parameters that are not trained.
+        These are the model's, unless it has parameters that are not trained. ``budget`` is the time
+        in seconds for a run at its first step, which ``replan`` follows where it changes its steps.
         """
         self.weights = stepper.model if weights is None else weights
         self.stepper, self.model, self.config = stepper, stepper.model, stepper.config
@@ -126,6 +139,10 @@ class Loop:
         self._saved_step = progress.step
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
+        self.budget, self.replan, self._first_plan = budget, replan, steps
+        # The first step may compile, so it does not decide alone.
+        self._paces = deque([] if budget is None else [budget / steps] * 2, maxlen=9)
+        self._stepping = 0.0
 
     def train(self) -> Outcome:
         """Take the remaining steps; metrics and checkpoints go to the run directory."""
@@ -136,8 +153,10 @@ class Loop:
             while self.progress.step < self.steps:
                 if (signal := self._stop_signal(signals)) is not None:
                     return self._interrupted(signal)
+                begun = time.perf_counter()
                 result = self.stepper(self.progress.step)
                 self._count(result)
+                self._keep_to_budget(time.perf_counter() - begun)
                 if result.broken and self.skipped_in_a_row() >= self.config.max_nonfinite_steps:
                     return self._diverged(
                         f"{self.skipped_in_a_row()} steps in a row were not finite: {result.broken}"
@@ -151,6 +170,32 @@ class Loop:
                     return outcome
                 self.callback.step(done, self.steps)
         return Outcome("finished", self.progress)
+
+    def _keep_to_budget(self, seconds: float) -> None:
+        """Change the number of steps where the rest of the plan does not take the time left."""
+        if self.budget is None or self.replan is None:
+            return
+        done, affordable = self.progress.step, self._affordable_steps(seconds)
+        steps = min(self._first_plan, done + affordable)
+        if not 0.95 <= (steps - done) / max(1, self.steps - done) <= 1.1 and steps != self.steps:
+            if steps < 0.9 * self._first_plan <= self.steps:
+                self.callback.message(
+                    f"Steps take longer than they did when they were timed: the budget allows "
+                    f"{steps:,} of the {self._first_plan:,} that were planned."
+                )
+            self.steps = steps
+            self.replan(steps)
+
+    def _affordable_steps(self, seconds: float) -> int:
+        """How many more steps end before the deadline, after one that took ``seconds``."""
+        assert self.budget is not None
+        self._paces.append(seconds)
+        self._stepping += seconds
+        elapsed = time.perf_counter() - self._started
+        others = (elapsed - self._stepping) / self.progress.step  # evaluations, checkpoints
+        usual, latest = median(self._paces), fmean(list(self._paces)[-3:])
+        pace = latest if latest > 1.5 * usual else usual  # a machine that has become slower
+        return max(0, int((self.budget - elapsed) / (pace + others)))
 
     def _stop_signal(self, signals: StopSignals) -> Signals | None:
         """The signal that ends the run before its next step."""

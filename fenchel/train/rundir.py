@@ -30,7 +30,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -51,6 +51,8 @@ from fenchel.files import (
     open_regular,
     read_regular,
     read_sealed_json,
+    require_output,
+    require_unlocked,
     seal_line,
     seal_text,
     sweep,
@@ -95,7 +97,7 @@ class RunDir:
 
     def claim(self) -> None:
         """Refuse the folder of another run, and remove what an interrupted start has left."""
-        self.require_free()  # again, under the lock: another process may have been faster
+        self.require_free(held=True)  # again, under the lock: another process may have been faster
         sweep(self.path, is_run_name)
 
     def abandon(self) -> None:
@@ -110,15 +112,20 @@ class RunDir:
                     entry.unlink(missing_ok=True)
             self.path.rmdir()
 
-    def require_free(self) -> None:
-        """Refuse a folder that holds a run or any file that an interrupted start does not leave."""
+    def require_free(self, reads: Iterable[str | Path | None] = (), *, held: bool = False) -> None:
+        """Refuse a folder that holds a run or any file that an interrupted start does not leave.
+
+        ``reads`` are the files and folders that the run reads, which it may not overlap. A run that
+        trains now is named by its process, unless the lock is ``held`` by the caller.
+        """
+        require_output(self.path, folder=True, reads=reads)
         if not self.path.exists():
             return
-        if not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file; choose another folder.")
         self.require_plain()
         names = {file.name for file in self.path.iterdir()} - {self.checkpoints.name}
         if "config.toml" in names or any(self.checkpoints.glob("*")):
+            if not held:
+                require_unlocked(self.path)
             raise ValueError(
                 f"{self.path} holds a run already; continue it with --resume {self.path} "
                 "or choose another folder."

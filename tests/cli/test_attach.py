@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from fenchel.cli import main
+from fenchel.cli.attach import _require_next_token
 from fenchel.data import train_tokenizer
 
 LINE = "the people of these States have peace and trade with every nation. "
@@ -84,7 +86,7 @@ def test_the_losses_are_those_of_the_model(
     assert abs(other["sparsemax"]["loss"] - other["eager"]["loss"]) > 1e-3
     model = hf.LlamaForCausalLM.from_pretrained(checkpoint)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    ids = torch.tensor([[model.config.bos_token_id, *tokenizer.encode(LINE * 12).ids][:64]])
+    ids = torch.tensor([tokenizer.encode(LINE * 12).ids[:64]])
     with torch.no_grad():
         direct = float(model(ids, labels=ids).loss)
     assert same["eager"]["tokens"] == 63
@@ -255,7 +257,7 @@ def test_other_weights_and_other_folders_are_not_read(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["attach", str(tmp_path), "--map", "entmax"]) == 2
-    assert "no config.json" in capsys.readouterr().err
+    assert "is not a checkpoint of transformers." in capsys.readouterr().err
     folder = tmp_path / "pickled"
     shutil.copytree(checkpoint, folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -283,3 +285,24 @@ def test_a_model_without_the_registry_or_a_next_token_is_refused(
     shutil.copyfile(checkpoint / "tokenizer.json", tmp_path / "bert" / "tokenizer.json")
     assert main(["attach", str(tmp_path / "bert"), "--map", "entmax", "--text", str(text)]) == 2
     assert "does not predict the next token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "nested", "says"),
+    [
+        ("LlamaForCausalLM", False, None),
+        ("Gemma3ForConditionalGeneration", True, "reads more than text"),
+        ("BertForMaskedLM", False, "does not predict the next token"),
+    ],
+)
+def test_a_model_without_a_loss_on_text_is_refused_for_its_own_reason(
+    kind: str, nested: bool, says: str | None
+) -> None:
+    config: Any = SimpleNamespace()
+    config.get_text_config = lambda: SimpleNamespace() if nested else config
+    model = type(kind, (), {"config": config})()
+    if says is None:
+        _require_next_token(model)
+        return
+    with pytest.raises(ValueError, match=f"{kind} {says}"):
+        _require_next_token(model)

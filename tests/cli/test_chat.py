@@ -228,12 +228,12 @@ def test_a_saved_conversation_is_a_line_for_tuning_and_is_not_written_over(
     assert any(template.encode_answers(load(checkpoint).tokenizer, messages)[1])
     again = talk("Count to five.", f"/save {file}", "never read")
     assert again.code == 2
-    assert "exists and is not written over" in again.err
+    assert "exists and is not overwritten" in again.err
     assert file.read_text() == text
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
     nowhere = talk("Count to five.", f"/save {tmp_path / 'absent' / 'x'}")
     assert nowhere.code == 2
-    assert "no such file or directory" in nowhere.err
+    assert "does not exist" in nowhere.err
     assert "nothing to save" in talk(f"/save {tmp_path / 'empty'}").err
 
 

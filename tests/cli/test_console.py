@@ -42,6 +42,17 @@ def test_a_hangup_is_an_interruption_once() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
+def test_a_name_that_is_not_utf_8_is_escaped_on_a_strict_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "utf-8", "strict"))
+    with may_close():
+        print("runs/a\udcff")
+        sys.stdout.flush()
+    assert written.getvalue() == b"runs/a\\udcff\n"
+
+
 @pytest.mark.parametrize("owned", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "own"])
 def test_an_existing_handler_stays(owned: signal.Handlers) -> None:
     signal.signal(signal.SIGHUP, owned)
@@ -193,6 +204,32 @@ def test_a_command_with_a_result_names_a_stage_in_a_pipe_once_it_takes_long(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "reading: 60 of 100\n"
+
+
+def test_a_stage_of_a_command_with_a_result_begins_its_own_clock(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    with Console(aside=True) as console:
+        console.progress("loading torch", 0, 0)
+        now[0] += 60.0
+        for done in (0, 1):
+            console.progress("reading runs", done, 2)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_sentences_in_a_pipe_have_the_width_of_tables_where_one_is_given(
+    columns: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    Console().message("word " * 30)
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert longest <= 40 if columns else longest > 100
 
 
 @pytest.mark.parametrize("place", ["terminal", "pipe"])

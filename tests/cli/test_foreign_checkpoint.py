@@ -52,18 +52,17 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=["a template", "bos_token_id alone"])
+@pytest.fixture(scope="module", params=["<start> $A", "$A"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trained for about two seconds; its beginning in tokenizer.json, or in config.json alone."""
+    """Trained for about two seconds; a text begins as the template has it, with a token or none."""
     path = tmp_path_factory.mktemp("trained")
     tokenizer = _tokenizer()
     start = tokenizer.token_to_id("<start>")
-    if request.param == "a template":
-        tokenizer.post_processor = TemplateProcessing(
-            single="<start> $A", special_tokens=[("<start>", start)]
-        )
+    tokenizer.post_processor = TemplateProcessing(
+        single=request.param, special_tokens=[("<start>", start)]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
-    rows = [[start, *tokenizer.encode(s, add_special_tokens=False).ids, 0] for s in SENTENCES]
+    rows = [[*tokenizer.encode(s).ids, 0] for s in SENTENCES]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[1] * (longest - len(row))] for row in rows])
     labels = ids.masked_fill(ids == 1, -100)
@@ -108,8 +107,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 
 
 def begun(trained: Trained, text: str) -> Tensor:
-    ids = trained.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor([[trained.model.config.bos_token_id, *ids]])
+    return torch.tensor([trained.tokenizer(text)["input_ids"]])
 
 
 @torch.no_grad()
@@ -119,14 +117,21 @@ def loss(model: Any, ids: Tensor) -> float:
 
 def test_a_wrong_beginning_shows(trained: Trained) -> None:
     ids = begun(trained, SENTENCES[0])
-    wrong = ids.clone()
-    wrong[0, 0] = 0
+    start = trained.model.config.bos_token_id
+    wrong = ids.clone() if ids[0, 0] == start else torch.cat([torch.tensor([[start]]), ids], 1)
+    wrong[0, 0] = 0 if ids[0, 0] == start else start
     assert loss(trained.model, ids) + 0.1 < loss(trained.model, wrong)
+
+
+def beginning(trained: Trained) -> str:
+    begins = begun(trained, "")[0].tolist() == [trained.model.config.bos_token_id]
+    what = "<start>, the model's begin token" if begins else "no control token"
+    return f"A text begins with {what}."
 
 
 def test_eval(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(["eval", str(trained.path), "--text", str(trained.text)], capsys)
-    assert found["begin"] == "A text begins with <start>."
+    assert found["begin"] == beginning(trained)
     assert found["loss"] == pytest.approx(
         loss(trained.model, begun(trained, SENTENCES[0])), rel=1e-5
     )
@@ -140,12 +145,15 @@ def test_generate(trained: Trained, flags: list[str], capsys: pytest.CaptureFixt
     expected = trained.tokenizer.decode(ids[0], skip_special_tokens=True)
     assert found["prompt"] + found["text"] == expected == SENTENCES[0]  # it ends at <stop>
     assert main([*words, "--device", "cpu"]) == 0
-    assert "A text begins with <start>." in capsys.readouterr().err
+    assert beginning(trained) in capsys.readouterr().err
 
 
 def test_generate_from_nothing(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(["generate", str(trained.path), "--temperature", "0", "--device", "cpu"], capsys)
-    assert found["text"] in SENTENCES
+    ids = begun(trained, "") if "<start>" in beginning(trained) else torch.tensor([[0]])  # <stop>
+    drawn = trained.model.generate(ids, max_new_tokens=60, do_sample=False)
+    assert found["text"] == trained.tokenizer.decode(drawn[0], skip_special_tokens=True)
+    assert found["text"] in (*SENTENCES, "")
 
 
 @pytest.mark.parametrize("command", [["inspect", "--no-blocks"], ["certify", "--radius", "0.01"]])

@@ -27,6 +27,18 @@ def text_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return str(json.loads(capsys.readouterr().out)["text"])
 
 
+def test_a_program_gets_counts_and_why_the_text_ended(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = text_of(words, capsys)[5:8]
+    for more, finish in (([], "length"), (["--stop", stop], "stop")):
+        assert main([*words, *more, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["finish"] == finish
+        assert (result["new_tokens"] == 40) == (finish == "length")
+        assert 0 < result["prompt_tokens"] < 12
+
+
 def test_text_ends_before_the_first_of_several_stops(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +133,7 @@ def test_sampling_settings_of_a_checkpoint_hold_unless_a_flag_is_given(
     silent = text_of(words, capsys)
     assert silent == text_of(["generate", run, *words[2:]], capsys)  # tokens alone change nothing
     assert main(words) == 0
-    begins = "A text begins with <|end|>.\n"
+    begins = "A text begins with <|end|>, the model's begin token.\n"
     assert capsys.readouterr().err == begins
     say(exported, do_sample=True, temperature=1.7, top_k=30, repetition_penalty=1.2)
     flags = ["--temperature", "1.7", "--top-k", "30", "--repetition-penalty", "1.2"]

@@ -44,7 +44,7 @@ def test_a_table_and_a_page_come_out(
     assert str(out) in told.replace("\n", "")
     page = out.read_text()
     assert "Influence of tokens on tokens" in page
-    assert "sigma of the block" in " ".join(told.split())
+    assert "block = gain of the block" in " ".join(told.split())
     assert main(words(run_directory, text_file, "--out", str(out), "--no-blocks")) == 0  # again
     assert "of the block" not in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def test_json_is_one_object_and_writes_nothing(
     [
         (["--layers", "9"], "there is no layer 9"),
         (["--layers", "one"], "--layers takes numbers"),
-        (["--max-tokens", "17"], "is more than the 16 tokens"),
+        (["--max-tokens", "1"], "should be 2 or more"),
         (["--device", "abacus"], "there is no device 'abacus'"),
         (["--text", "nowhere.txt"], "there is no text 'nowhere.txt'"),
         (["--iterations", "0"], "iterations >= 1"),
@@ -99,7 +99,7 @@ def test_wrong_words_are_one_sentence_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_longer_text_is_refused_unless_it_is_cut(
+def test_a_longer_text_is_read_up_to_the_context(
     run_directory: Path,
     text_file: Path,
     tmp_path: Path,
@@ -107,9 +107,10 @@ def test_a_longer_text_is_refused_unless_it_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["inspect", str(run_directory), "--text", str(text_file)]) == 2
-    assert "--max-tokens 16" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert main(["inspect", str(run_directory), "--text", str(text_file), "--no-blocks"]) == 0
+    said = capsys.readouterr()
+    assert "fenchel: The first 16 tokens of" in said.err
+    assert "16 tokens" in said.out
 
 
 def test_weights_that_changed_on_disk_are_refused(

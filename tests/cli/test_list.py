@@ -95,7 +95,7 @@ def test_presets_fit_a_terminal_with_their_parameters_and_memory(
     rows = {words[0]: words for line in lines if (words := line.split())}
     assert set(PRESETS) <= rows.keys()
     assert rows["gpt2"][1:5] == ["124M", "12", "x", "768"]
-    assert max(map(len, lines[:-2])) <= 80
+    assert max(map(len, lines[:-3])) <= 80
     assert main(["list", "presets", "--json"]) == 0
     presets = {row["name"]: row for row in json.loads(capsys.readouterr().out)["presets"]}
     assert presets["llama-8b"]["parameters"] == 8_030_261_248

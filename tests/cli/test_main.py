@@ -1,6 +1,8 @@
 """fenchel/cli/__init__.py: help at once, mistakes in one sentence."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fenchel.cli import COMMANDS, LESS_MEMORY, main
+from fenchel.cli import COMMANDS, EXAMPLES, LESS_MEMORY, TASKS, main, reference
 from fenchel.files import Notice
 from fenchel.model import ModelConfig
 from fenchel.pipeline.config import TuneConfig
@@ -49,7 +51,20 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert 'Did you mean "train"' in capsys.readouterr().err
+    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert main(["version"]) == 2
+    assert "did you mean fenchel --version?" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_missing_and_one_without_its_value_are_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan"]) == main(["plan", "--gpus"]) == main(["generate"]) == 2
+    missing, empty, directory = capsys.readouterr().err.splitlines()
+    assert missing == "fenchel: --gpus is missing; --help lists what the command takes."
+    assert "--gpus" in empty
+    assert "requires an argument" in empty
+    assert "DIRECTORY is missing" in directory
 
 
 def test_an_unknown_flag_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,3 +207,93 @@ def test_an_error_of_the_system_names_the_file(
     monkeypatch.setattr("fenchel.cli.app", fail)
     assert main([]) == 2
     assert capsys.readouterr().err == "fenchel: runs/a/metrics.jsonl: too many open files\n"
+
+
+TORCHLESS = """
+import contextlib, io, json, sys
+from fenchel.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        code = main(words)
+    answers.append([code, "torch" in sys.modules, err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def test_what_needs_no_torch_loads_none(tmp_path: Path) -> None:
+    """Constants and refusals take a fraction of a second, torch takes seconds to import."""
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes("mädchen".encode("latin-1"))
+    (tmp_path / "utf16.txt").write_bytes("mädchen".encode("utf-16-le"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    wanted = {
+        "list texts": "",
+        "list presets": "",
+        "list families": "",
+        "list runs": "",
+        "settings": "",
+        "settings optim.l": "",
+        "settings optm": "did you mean optim",
+        "generate nodir": "there is no run directory or checkpoint nodir",
+        "generate run --temperature -1": "--temperature",
+        "generate run --top-p 2": "--top-p",
+        "chat nodir": "there is no run directory",
+        "chat run": "has no chat template",
+        "serve nodir": "there is no run directory",
+        "eval nodir": "there is no run directory",
+        "eval run --text nowhere.txt": "there is no text",
+        "inspect run --text nowhere.txt": "there is no text",
+        "certify run --text nowhere.txt --radius 1": "there is no text",
+        "convert nodir out": "there is no run directory",
+        "tune nodir --text sotu": "there is no run directory",
+        "attach nodir": "there is no run directory",
+        "attach run": "fenchel convert run OUT",
+        "plan gpt3 --gpus 8": "did you mean 'gpt2'",
+        "train --text nowhere.txt": "there is no text",
+        "train --text empty.txt": "is empty",
+        "train --text latin.txt": "iconv -f WINDOWS-1252 -t UTF-8",
+        "train --text utf16.txt": "iconv -f UTF-16LE -t UTF-8",
+        "train --budget 1m --steps 3": "not both",
+    }
+    lines = json.dumps([line.split() for line in wanted])
+    ended = subprocess.run(
+        [sys.executable, "-c", TORCHLESS, lines],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    answers = json.loads(ended.stdout)
+    for (line, sentence), (code, loaded, said) in zip(wanted.items(), answers, strict=True):
+        assert not loaded, line
+        assert code == (2 if sentence else 0), (line, said)
+        assert sentence in " ".join(said.split()), (line, said)
+
+
+def test_the_tables_that_need_no_torch_are_those_of_the_classes() -> None:
+    assert reference.read() == json.loads(json.dumps(reference.compute())), (
+        "fenchel/cli/reference.json is old: run python -m fenchel.cli.reference"
+    )
+
+
+def test_every_command_has_a_task_and_an_example_of_its_own_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert [name for names in TASKS.values() for name in names] == list(COMMANDS)
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index(" train ") < shown.index(" generate ") < shown.index("--version")
+    docs = Path(reference.__file__).parents[2] / "docs"
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        example, page = EXAMPLES[name]
+        assert example in " ".join(shown.split())
+        assert (docs / f"{page}.md").exists()
+        assert not [flag for flag in re.findall(r"--[a-z-]+", example) if flag not in shown]
+        assert "[default: False]" not in shown
+        assert "[default: ()]" not in shown

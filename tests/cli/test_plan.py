@@ -37,7 +37,12 @@ def test_a_person_gets_two_tables_and_what_to_choose(
     shown = " ".join(output.split())
     assert "6,738,415,616 parameters on 64 GPUs (8 nodes of 8); 2,097,152 tokens" in shown
     assert "Fastest of fenchel train within 72 of 80 GB: shard=full (" in shown
-    assert shown.count(" none ") == shown.count(" full ") == shown.count(" node ") == 8
+    rows = shown.partition("grads: ")[0]
+    assert rows.count(" none ") == rows.count(" full ") == rows.count(" node ") == 8
+    assert shown.index("Fastest") < shown.index("GB per GPU")  # the answer comes first
+    assert "train.steps=N" not in shown  # 7b.toml has them
+    assert main(["plan", "gpt2", "--gpus", "8"]) == 0
+    assert "Days need the length of the run: --set train.steps=N." in words(capsys)
 
 
 def test_a_program_gets_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,14 +79,34 @@ def test_doctor_finds_a_flipped_bit(
     assert main(["doctor", str(run_directory), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["run"].values()) == {"intact"}
-    assert told["attention"]["softmax"]
+    assert told.keys() == {"run", "pitfalls"}  # the machine is not measured for it
     copy = tmp_path / "copy"
     shutil.copytree(run_directory, copy)
     weights = sorted(copy.glob("checkpoints/step-*"))[-1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-5] ^= 4
     weights.write_bytes(data)
+    capsys.readouterr()
     assert main(["doctor", str(copy)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{copy} is damaged: {weights.parent.name}."
+
+
+def test_doctor_shows_the_machine_and_a_grid_of_back_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fenchel.cli.doctor.machine", lambda: {"torch": "x"})  # times for seconds
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("serve" in line and "starlette" in line for line in lines)
+    (row,) = [line for line in lines if line.startswith("│ hard")]
+    assert row.count("yes") == 2
+    notes = [line for line in lines if line.startswith("(")]
+    assert len(notes) == len({note.partition(" ")[2] for note in notes}) <= 5
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"]["softmax"]["reference"] == "yes"
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "report", "doctor"])
@@ -103,10 +123,8 @@ def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
     run_directory: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By every command that reads it, and by doctor; the numbers alone would pass."""
-    monkeypatch.setattr("fenchel.cli.doctor.machine", dict)  # times a model for seconds
     out = tmp_path / "converted"
     assert main(["convert", str(run_directory), str(out)]) == 0
     (out / "README.md").write_text("a page of the user's own")
@@ -133,9 +151,7 @@ def test_doctor_checks_the_model_for_pitfalls(
     run_directory: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fenchel.cli.doctor.machine", dict)  # times a model for seconds
     assert main(["doctor", str(run_directory), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["pitfalls"]
     assert found.keys() == {each.name for each in PITFALLS}

@@ -32,6 +32,7 @@ def test_a_run_directory_holds_the_whole_story(run_directory: Path) -> None:
     assert summary["status"] == "finished"
     assert summary["baselines"].keys() == {"bzip2", "ngram5"}
     assert summary["validation"]["bits_per_byte"] > 0
+    assert "width" in summary["defaults"]["model"]  # of a smaller model than the default
 
 
 def test_a_run_by_cross_entropy_is_read_without_a_warning(
@@ -211,7 +212,7 @@ def test_wrong_words_get_one_sentence(
     [
         (b"", "empty"),
         (b"\x00\x01\x02" * 100, "zero byte"),
-        (b"\xff\xfe\xfa" * 100, "UTF-8"),
+        (b"\xfa\xff\xfe" * 100, "UTF-8"),
         (b"too short for its context", "token"),
     ],
     ids=["empty", "binary", "not UTF-8", "shorter than the context"],
@@ -261,16 +262,39 @@ def test_a_text_too_short_for_meaningful_numbers_gets_a_warning(
 
 @pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["trian"], 2)])
 def test_processes_are_started_and_their_exit_code_is_returned(
-    words: list[str], code: int, capfd: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the engine of torchrun, whose own report of a failure is not printed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     try:
         assert launch(2, words) == code
     finally:
         logging.disable(logging.NOTSET)
+    assert not list(tmp_path.iterdir())  # torch makes a folder of logs
     output = "".join(capfd.readouterr())
     if code:  # the first process that fails ends the other, which may have said the same
-        assert output.count('fenchel: Unknown command "trian"') in (1, 2)
+        assert output.count("fenchel: there is no command 'trian'") in (1, 2)
     else:
         assert output.count("0.1.0") == 2
     assert len(output.splitlines()) < 7
+
+
+def test_the_last_evaluation_of_a_short_run_reads_a_part_of_a_long_text(
+    text_file: Path,
+    tmp_path: Path,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fenchel.pipeline.task.LEAST_VALIDATED", 50)
+    words = ["train", "--text", str(text_file), "--out", str(tmp_path / "run"), *flags]
+    assert main([*words, "--steps", "1"]) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["text"]["validation_tokens"] > 51
+    assert (summary["validation"]["tokens"], summary["validation_limit"]) == (50, 50)
+    assert "first 50 tokens of validation text" in capsys.readouterr().out
+    assert ", the first 50 tokens of it" in (tmp_path / "run/report.html").read_text()

@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from fenchel.data import (
     PLAIN,
     ChatTemplate,
+    DocumentEncoder,
     TextTokenizer,
     chat,
     load_tokenizer,
@@ -600,3 +601,42 @@ def test_a_rendering_process_that_was_killed_is_replaced_at_the_next_request() -
     child.kill()
     child.wait()
     assert template.render(conversation, add_generation_prompt=True) == text
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = train_tokenizer(["aa"], 300)
+    hello = [{"role": "user", "content": "Hello."}]
+    long = ChatTemplate("{{ 'x ' * 30000 }}", TOKENS, "the long one")
+    with monkeypatch.context() as patched:
+        patched.setattr(TextTokenizer, "encode_pieces", None)
+        with pytest.raises(ValueError, match=r"the long one writes 60,000 characters; for 64 tok"):
+            long.encode(tokenizer, hello, add_generation_prompt=True, context=64)
+        answered = [*hello, {"role": "assistant", "content": "Yes."}]
+        longer = ChatTemplate("{{ messages[1].content }}{{ 'x' * 300000 }}", TOKENS)
+        with pytest.raises(ValueError, match=r"writes 300,004 characters for a conversation of 10"):
+            longer.encode_answers(tokenizer, answered)
+    assert long.encode(tokenizer, hello, add_generation_prompt=True, context=60_000)
+
+
+def test_a_template_that_writes_nothing_is_named() -> None:
+    template = ChatTemplate("{# nothing #}", TOKENS, "the empty one")
+    with pytest.raises(ValueError, match="the empty one writes nothing"):
+        template.encode(
+            train_tokenizer(["aa"], 300),
+            [{"role": "user", "content": "Hello."}],
+            add_generation_prompt=True,
+        )
+
+
+@pytest.mark.parametrize("source", ["", "constant</s>", EACH + "{{ message.role }}{% endfor %}"])
+def test_a_template_without_the_answers_is_refused_in_tuning(source: str) -> None:
+    template = ChatTemplate(source, TOKENS, "this one")
+    with pytest.raises(ValueError, match="this one does not write what the assistant says"):
+        DocumentEncoder(train_tokenizer(["aa"], 300), end=0, template=template)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_published_templates_write_the_answers(name: str) -> None:
+    ChatTemplate(TEMPLATES[name], TOKENS).require_answers()

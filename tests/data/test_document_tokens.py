@@ -79,7 +79,7 @@ def test_of_conversations_the_answers_are_scored_and_counted(tmp_path: Path) -> 
     corpus = corpus_of(source, encoder)
     facts = corpus.facts
     assert (facts.train_documents, facts.validation_documents) == (2, 1)
-    assert (facts.train_answer_bytes, facts.predicted_bytes) == (12, 6)
+    assert (facts.train_answer_bytes, corpus.predicted_bytes(validation=True)) == (12, 6)
     assert corpus.documents_of is not None
     ids, starts, scored = corpus.documents_of[False]
     assert scored is not None

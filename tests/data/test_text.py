@@ -201,7 +201,7 @@ def test_an_empty_file_and_a_folder_without_text_are_refused(tmp_path: Path) -> 
         (b"plain\x00text", 5),
         (b"latin \xe9t\xe9", 6),
         (b"\xef\xbb\xbfab\xff", 5),
-        ("utf-16".encode("utf-16"), 0),
+        ("utf-16".encode("utf-16-le"), 1),
         (b"cut short \xe4\xb8", 10),
         (b"x" * 40 + b"\xff", 40),
         (b"\x80" * 40, 0),
@@ -215,6 +215,52 @@ def test_binary_files_are_refused_with_the_byte(
     path = tmp_path / "image.txt"
     path.write_bytes(data)
     assert f"byte {offset}:" in refusal(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["notepad.txt", "notepad.jsonl"])
+def test_utf_16_with_its_mark_is_read_as_text(
+    name: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE", 16)
+    text = "\r\n".join(["ein mädchen läuft 中𝄞"] * 5)
+    lines = [json.dumps({"text": text}, ensure_ascii=False)] * 2
+    (tmp_path / name).write_bytes(
+        ("\ufeff" + ("\n".join(lines) if "jsonl" in name else text)).encode(encoding)
+    )
+    (tmp_path / f"utf8_{name}").write_text(
+        "\n".join(lines) if "jsonl" in name else text, encoding="utf-8", newline=""
+    )
+    found = [
+        [document.text for document in open_text(str(tmp_path / one)).documents()]
+        for one in (name, f"utf8_{name}")
+    ]
+    assert (
+        "".join(found[0])
+        == "".join(found[1])
+        == text.replace("\r\n", "\n") * len(lines if "jsonl" in name else [0])
+    )
+    (tmp_path / name).write_bytes(("\ufeffab".encode(encoding))[:-1])
+    assert "UTF-16" in refusal(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        ("ein mädchen".encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8"),
+        ("ein mädchen".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8"),
+        ("ein mädchen".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
+        (b"\x89PNG\r\n\x1a\n\x00\x01", "does not look like text"),
+    ],
+)
+def test_text_in_another_encoding_gets_the_command_that_converts_it(
+    data: bytes, advice: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a file.txt"
+    path.write_bytes(data)
+    said = refusal(path)
+    assert advice in said
+    assert ("'" + str(path) + "'" in said) == ("iconv" in advice)
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,22 @@ def test_a_given_tokenizer_is_kept_byte_for_byte_and_is_part_of_the_recipe(
         prepare(config, other)
 
 
+@pytest.mark.parametrize("name", ["pipe", "dangling", "loop", "loop/x", "file/x", "text/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_text_is_read(
+    name: str, config: TextConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    target = folder / "x" if name == "text/x" else tmp_path / name
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(module, "open_text", None)
+    with pytest.raises(ValueError, match=r"not written to|cannot be written|lies in"):
+        prepare(config, target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_folder_with_other_files_is_left_unchanged(config: TextConfig, there: Path) -> None:
     there.mkdir(parents=True)
     (there / "thesis.txt").write_text("years of work")

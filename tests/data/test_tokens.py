@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,32 @@ def test_ids_are_end_pad_the_bytes_and_then_merges(tokenizer: TextTokenizer) -> 
     assert bare.vocabulary_size == 258
     assert len(bare.encode("naïve")) == 6
     assert tokenizer.vocabulary_size <= 400
+
+
+def test_each_merge_is_of_a_pair_that_no_other_exceeds_in_number(verses: list[str]) -> None:
+    trained = train_tokenizer(verses, 300)
+    words = Counter({tuple(word): n for word, n in words_of(trained, verses).items()})
+    merges = json.loads(trained.to_str())["model"]["merges"]
+    assert len(merges) == 300 - 258
+    for first, second in merges:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, n in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += n
+        assert pairs[first, second] == max(pairs.values())
+        merged: Counter[tuple[str, ...]] = Counter()
+        for word, n in words.items():
+            left: list[str] = []
+            for piece in word:
+                if left and (left[-1], piece) == (first, second):
+                    left[-1] += piece
+                else:
+                    left.append(piece)
+            merged[tuple(left)] += n
+        words = merged
+    for word in words:
+        text = decoders.ByteLevel().decode(["".join(word)])
+        assert [trained.id_to_token(i) for i in trained.encode(text)] == list(word)
 
 
 def test_a_text_full_of_the_spelling_of_end_does_not_learn_it() -> None:
@@ -304,6 +331,16 @@ def test_a_panic_beneath_is_an_ordinary_error(tmp_path: Path, raw: dict[str, Any
 @pytest.fixture(scope="module", params=["unigram", "characters"])
 def other(request: pytest.FixtureRequest, verses: list[str]) -> TextTokenizer:
     return train_tokenizer(verses, 400, request.param)
+
+
+@pytest.mark.parametrize("vocabulary", [258, 259, 300])
+@pytest.mark.parametrize("model", TOKENIZER_MODELS)
+def test_no_vocabulary_is_larger_than_requested(
+    model: str, vocabulary: int, verses: list[str]
+) -> None:
+    tokenizer = train_tokenizer(verses, vocabulary, model)
+    assert tokenizer.vocabulary_size <= vocabulary
+    assert tokenizer.decode(tokenizer.encode("Naïve sea shore")) == "Naïve sea shore"
 
 
 @given(st.one_of(anything, spellings))

@@ -108,6 +108,9 @@ def saved_by_layer(
         {"kv_heads": 2},
         {"positions": "learned"},
         {"qk_norm": True},
+        {"qk_norm": True, "qk_norm_width": "all", "norm_place": "after", "kv_heads": 2},
+        {"norm_place": "both"},
+        {"rotary_layers": (0,)},
         {"dropout": 0.1, "attention_dropout": 0.0},
         {"heads": 2, "hidden": 100},
     ],
@@ -118,7 +121,7 @@ def test_what_autograd_saves_per_position_and_layer(settings: dict[str, Any], a:
     assert saved_by_layer(torch.float32, autocast=a == 2, **settings) == LONG * expected
     if a == 2:  # weights gathered in bfloat16; torch composes norms in more steps on a CPU
         gathered = saved_by_layer(torch.bfloat16, autocast=True, **settings)
-        assert 1.0 <= gathered / (LONG * expected) < 1.25
+        assert 0.96 <= gathered / (LONG * expected) < 1.25
 
 
 @pytest.mark.parametrize("a", [4, 2], ids=["float32", "autocast"])

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from fenchel.cli import main
+from fenchel.distributed import processes
 from fenchel.distributed.processes import (
     ALONE,
     FailedElsewhere,
@@ -17,6 +20,25 @@ from fenchel.distributed.processes import (
     lost_process,
     start,
 )
+
+
+def test_a_signal_to_processes_that_print_nothing_is_answered_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine of torchrun kills processes that do not end within half a minute."""
+
+    def killed(*_: object) -> Any:
+        raise SignalException("Process got signal", sigval=signal.SIGTERM)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(processes.logging, "disable", lambda _: None)
+    monkeypatch.setattr(processes, "elastic_launch", lambda *_: killed)
+    assert main(["train", "--processes", "2", "--steps", "1"]) == 128 + signal.SIGTERM
+    said = capsys.readouterr()
+    assert said.err == (
+        "fenchel: all processes have ended; --resume RUN goes on from the last checkpoint.\n"
+    )
 
 
 def test_one_process_exchanges_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +108,11 @@ def test_the_failure_of_rank_0_ends_the_wait_of_the_others(launch) -> None:
 
 
 def test_exactly_one_process_is_the_first_to_fail(launch) -> None:
-    assert sorted(launch(4, lambda world: world.fails_first())) == [False, False, False, True]
+    def work(world: World) -> bool:
+        world.gather(None)  # none ends before all are connected
+        return world.fails_first()
+
+    assert sorted(launch(4, work)) == [False, False, False, True]
 
 
 def test_a_killed_process_is_noticed_in_the_next_exchange(launch) -> None:

@@ -114,21 +114,49 @@ def test_documents_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
 
 def test_the_same_probability_has_another_perplexity_under_another_tokenizer() -> None:
     """ "hello world" at 11 nats: 15.64 in four pieces, 2.72 in eleven characters."""
-    assert math.exp(11 / 4) == pytest.approx(15.64, abs=0.005)
-    assert math.exp(11 / 11) == pytest.approx(2.718, abs=0.001)
-    assert 11 / 11 / math.log(2) == pytest.approx(1.443, abs=0.001)  # bits per byte of both
+
+    class Given(Uniform):
+        """Every token 0 has the probability p."""
+
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.logits = torch.tensor([math.log(p), math.log1p(-p)])
+
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            return self.logits.expand(*ids_BT.shape, 2)
+
+    for pieces, perplexity in ((4, 15.64), (11, 2.718)):
+        ids = np.zeros(1 + pieces, dtype=np.uint16)
+        found = score(Given(math.exp(-11 / pieces)), ids, bytes=len("hello world"), context=16)
+        assert found.perplexity == pytest.approx(perplexity, abs=0.005)
+        assert found.bits_per_byte == pytest.approx(1.443, abs=0.001)
 
 
-def test_the_bytes_of_a_text_are_those_of_its_documents(tmp_path: Path) -> None:
+def test_the_bytes_of_a_text_are_those_that_are_predicted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("größer\n")
     (tmp_path / "b.txt").write_text("sea")
     tokenizer = train_tokenizer(["sea shore größer"], 300)
     ids, size = text_ids(tokenizer, str(tmp_path))
-    assert size == len("größer\n".encode()) + 3
+    first = tokenizer.token_bytes(int(ids[0]))
+    assert first is not None
+    assert size == len("größer\n".encode()) + 3 - len(first)
     assert (ids == 0).sum() == 1  # between
-    ids, _ = text_ids(tokenizer.begin_with(0), str(tmp_path))
+    ids, size = text_ids(tokenizer.begin_with(0), str(tmp_path))
+    assert size == len("größer\n".encode()) + 3
     assert (ids == 0).sum() == 2  # before, between
     assert ids[0] == 0
+
+
+def test_bits_per_byte_do_not_depend_on_the_length_of_the_first_token(tmp_path: Path) -> None:
+    """Tokenizers that begin a text with other tokens count the bytes of the targets alone."""
+    (tmp_path / "a.txt").write_text("sea shore")
+    sizes = set()
+    for text in ("s", "se se se se", "sea sea sea sea sea"):
+        tokenizer = train_tokenizer([text], 300)
+        ids, size = text_ids(tokenizer, str(tmp_path / "a.txt"))
+        assert tokenizer.spelled_bytes(ids[1:]) == size
+        sizes.add(size)
+    assert len(sizes) > 1
 
 
 class Ahead(nn.Module):

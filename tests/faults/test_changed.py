@@ -161,7 +161,7 @@ def test_token_files_of_another_text_are_refused(lab: Any, halfway: Path, tmp_pa
         ("model.width=32", "model.width cannot change in a run that has begun"),
         ("text.vocabulary=300", "text.vocabulary cannot change"),
         ("optim.optimiser=adamw", "optim.optimiser cannot change"),
-        ("train.budget=5m", "it was turned into steps when the run began, so give --steps"),
+        ("train.budget=5m", "it was turned into steps, so give --steps"),
         ("train.bach=8", "did you mean train.batch?"),
         ("train.device=abacus", "abacus"),
         ("seed.of=3", "there is no setting 'seed.of'"),

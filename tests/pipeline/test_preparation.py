@@ -1,6 +1,9 @@
 """fenchel/pipeline/preparation.py: a run builds one model, and timing steps moves no bit of it."""
 
+import json
 import re
+import shutil
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
@@ -19,7 +22,7 @@ from fenchel.model import Transformer
 from fenchel.pipeline import preparation
 from fenchel.pipeline.config import settings
 from fenchel.torch_internals import has_forward_hooks
-from fenchel.train import StepTime
+from fenchel.train import RunDir, Stepper, StepTime, loop
 
 SMALL: dict[str, Any] = {
     "text": {"vocabulary": 280},
@@ -45,6 +48,17 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+class Stops(Silent):
+    """Ends the run by a signal after a step."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def step(self, step: int, steps: int) -> None:  # noqa: ARG002
+        if step == self.after:
+            signal.raise_signal(signal.SIGTERM)
+
+
 def config_of(text: Path | None = None, **sections: Mapping[str, Any]) -> pipeline.RunConfig:
     mapping = {name: {**values, **sections.get(name, {})} for name, values in SMALL.items()}
     if text is not None:
@@ -62,7 +76,7 @@ def config_of(text: Path | None = None, **sections: Mapping[str, Any]) -> pipeli
     ],
 )
 def test_timing_steps_leaves_the_model_as_it_was(optimiser: str, model: dict[str, Any]) -> None:
-    config = config_of(model=model, optim={"optimiser": optimiser})
+    config = config_of(model=model, optim={"optimiser": optimiser}, train={"steps": None})
     ids = np.random.default_rng(0).integers(280, size=200).astype("uint16")
     batches, ours = preparation.build_batches(config, ids), preparation.build_model(config)
     moved = []
@@ -112,6 +126,70 @@ def test_evaluations_are_in_the_precision_of_training_until_the_last(
     assert seen == [(8, True)] * 3 + [(None, False)]
 
 
+def timed_as(seconds: float) -> Callable[..., StepTime]:
+    """Takes the step that is to be timed, twice, and reports another time."""
+
+    def time_steps(step: Callable[[], object], **_: Any) -> StepTime:
+        step()
+        step()
+        return StepTime(1, seconds)
+
+    return time_steps
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "score"])
+def test_a_budget_is_a_deadline_and_the_schedule_ends_with_the_run(
+    optimiser: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that becomes 10 times slower after its steps were timed: a clock of our own."""
+    now = [0.0]
+    clock = type("Clock", (), {"perf_counter": staticmethod(lambda: now[0])})
+    monkeypatch.setattr(loop, "time", clock)
+    call = Stepper.__call__
+
+    def slow(self: Stepper, step: int) -> Any:
+        now[0] += 10.0 if step >= 5 else 1.0
+        return call(self, step)
+
+    monkeypatch.setattr(Stepper, "__call__", slow)
+    monkeypatch.setattr(preparation, "time_steps", timed_as(1.0))
+    train = {"steps": None, "budget": 60.0, "log_every": 1}
+    config = config_of(text, optim={"optimiser": optimiser, "warmup": 0.0}, train=train)
+    now[0] = 0.0
+    outcome = pipeline.begin(config, tmp_path / "run", Silent())
+    assert outcome.status == "finished"
+    done = outcome.progress.step
+    assert 9 <= done <= 10  # 5 steps of 1 s and 4 or 5 of 10 s; 57 were planned
+    run = RunDir(tmp_path / "run")
+    assert run.read_settings()["train"]["steps"] == done
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    rates = [line["train/learning_rate"] for line in lines if "train/learning_rate" in line]
+    assert rates[-1] < 0.35 * rates[0]  # the last step of the schedule, not its plateau
+    assert json.loads((run.path / "summary.json").read_text())["steps"] == done
+    again = pipeline.resume(run.path, Silent(), changes={})
+    assert (again.status, again.progress.step) == ("finished", done)
+
+
+def test_a_run_stopped_within_its_budget_goes_on_by_the_recorded_plan(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies of it end with the same bits, however long their steps take."""
+    monkeypatch.setattr(preparation, "time_steps", timed_as(1.0))
+    plans = iter([7, 7, 4, 4, 4, 4, 4, 4])
+    monkeypatch.setattr(loop.Loop, "_affordable_steps", lambda *_: next(plans))
+    stop = Stops(after=3)
+    train = {"steps": None, "budget": 60.0, "save_every": 1}
+    outcome = pipeline.begin(config_of(text, train=train), tmp_path / "run", stop)
+    assert (outcome.status, outcome.progress.step) == ("interrupted", 3)
+    assert RunDir(tmp_path / "run").read_settings()["train"]["steps"] == 7
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    monkeypatch.setattr(loop.Loop, "_affordable_steps", lambda *_: pytest.fail("no deadline"))
+    for name in ("run", "copy"):
+        resumed = pipeline.resume(tmp_path / name, Silent(), changes={})
+        assert (resumed.status, resumed.progress.step) == ("finished", 7)
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "copy")
+
+
 def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,11 +201,12 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
         built.append(not self.embed.weight.is_meta)
 
     monkeypatch.setattr(Transformer, "__init__", counted)
-    config = config_of(text)
-    assert pipeline.begin(config, tmp_path / "timed", Silent()).status == "finished"
+    monkeypatch.setattr(preparation, "time_steps", timed_as(20.0))
+    by_time = config_of(text, train={"steps": None, "budget": 65.0})
+    assert pipeline.begin(by_time, tmp_path / "timed", Silent()).status == "finished"
     assert built == [False, False, True]  # shapes of two depths for the memory, then the model
-    monkeypatch.setattr(preparation, "time_steps", lambda *_, **__: StepTime(1, 1.0))
-    pipeline.begin(config, tmp_path / "not", Silent())
+    monkeypatch.delattr(preparation, "time_steps")  # steps that are given are not timed
+    pipeline.begin(config_of(text), tmp_path / "not", Silent())
     assert weights_of(tmp_path / "timed") == weights_of(tmp_path / "not")
     built.clear()
     changes = {"train": {"steps": 4}}

@@ -62,6 +62,11 @@ def test_sizes_of_ours_have_heads_of_64_and_the_blocks_that_are_stated(name: str
     assert 12 * model.layers * model.width**2 == pytest.approx(OURS[name], rel=0.02)
 
 
+def test_the_three_usual_sizes() -> None:
+    models = [settings({"preset": name}).model for name in ("small", "base", "large")]
+    assert [(m.width, m.heads) for m in models] == [(512, 8), (768, 12), (1024, 16)]
+
+
 def test_a_run_without_a_preset_is_demo_with_the_defaults_of_training() -> None:
     assert settings({"preset": "demo"}) == settings({})
     assert settings({}).train == TrainConfig()

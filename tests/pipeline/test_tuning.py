@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from fenchel import pipeline
-from fenchel.checkpoints import convert, convert_to_peft, load, run_checkpoint
+from fenchel.checkpoints import convert, convert_to_peft, load, load_model, run_checkpoint
 from fenchel.checkpoints.load import load_adapted
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.cli import main
+from fenchel.cli.doctor import check_checkpoint, check_run
 from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
 from fenchel.files import read_sealed_json
 from fenchel.generation import generate
+from fenchel.model.lora import merge
 from fenchel.pipeline.config import settings
 from fenchel.pipeline.tuning import document_batches, pack_documents
 from fenchel.train import RunDir
@@ -112,7 +114,7 @@ def test_the_gradient_does_not_depend_on_what_users_write_next(
     corpus, config = corpus_and_config(chat_run)
     ours = load(checkpoint("llama")).model.double()
     rows = document_batches(config, corpus, validation=True)
-    found = score_documents(ours, rows, bytes=corpus.facts.predicted_bytes)
+    found = score_documents(ours, rows, bytes=corpus.predicted_bytes(validation=True))
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama")).double()
     fast = transformers.AutoTokenizer.from_pretrained(checkpoint("llama"))
     total, count, size = 0.0, 0, 0
@@ -353,6 +355,49 @@ def lora_run(checkpoint: Checkpoint, chats: Path, tmp_path_factory: pytest.TempP
     return out
 
 
+def flipped(file: Path) -> Iterator[int]:
+    """Flip a bit here and there in a file, one at a time; it is whole again afterwards."""
+    whole = file.read_bytes()
+    for at in (0, len(whole) // 3, len(whole) // 2, len(whole) - 2):
+        data = bytearray(whole)
+        data[at] ^= 4
+        file.write_bytes(data)
+        yield at
+    file.write_bytes(whole)
+
+
+def test_a_flipped_bit_of_an_adapter_is_found_by_every_reader_and_by_doctor(
+    checkpoint: Checkpoint, lora_run: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    convert_to_peft(lora_run, adapter)
+    assert set(check_checkpoint(adapter)) == {"manifest.json", "weights"}
+    assert set(check_checkpoint(adapter).values()) == {"intact"}
+    for file in adapter.iterdir():
+        for at in flipped(file):
+            assert set(check_checkpoint(adapter).values()) != {"intact"}, (file.name, at)
+            with pytest.raises(ValueError, match=r"changed|seal|JSON|manifest"):
+                load_model(checkpoint("gpt2"), adapter=adapter)
+    manifest = (adapter / "manifest.json").read_bytes()
+    for word in (b'"seal"', b'"files"', b'"sha256"', b'"bytes"'):
+        (adapter / "manifest.json").write_bytes(manifest.replace(word, b'"x' + word[2:]))
+        with pytest.raises(ValueError, match="manifest"):
+            load_model(checkpoint("gpt2"), adapter=adapter)
+
+
+def test_doctor_checks_what_a_tuned_run_keeps_of_its_checkpoint(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run)
+    assert set(check_run(run).values()) == {"intact"}
+    for file in (run / "base").iterdir():
+        for at in flipped(file):
+            assert check_run(run)["base"] != "intact", (file.name, at)
+    shutil.rmtree(run / "base")
+    assert check_run(run)["base"] != "intact"
+
+
 def test_adapters_alone_are_trained_saved_and_read_again(
     checkpoint: Checkpoint, lora_run: Path, tmp_path: Path
 ) -> None:
@@ -380,6 +425,35 @@ def test_adapters_alone_are_trained_saved_and_read_again(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_adapters_are_merged_in_float32_and_then_cast(
+    stored: torch.dtype, checkpoint: Checkpoint, chats: Path, tmp_path: Path
+) -> None:
+    base, run, adapter = tmp_path / "base", tmp_path / "run", tmp_path / "adapter"
+    convert(checkpoint("llama"), base, dtype=stored)
+    train = {"steps": 2, "batch": 2}
+    tune(base, run, chats, train=train, optim={"learning_rate": 0.05}, tune={"rank": 2})
+    convert_to_peft(run, adapter)
+    exact = load_adapted(run).float()
+    merge(exact)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        convert(run, out := tmp_path / f"run {number}", dtype=dtype)
+        convert(base, both := tmp_path / f"base {number}", dtype=dtype, adapter=adapter)
+        models = [
+            load_model(run, dtype=dtype),
+            load_model(base, dtype=dtype, adapter=adapter),
+            load_model(out),
+            load_model(both),
+        ]
+        for name, weight in exact.state_dict().items():
+            for model in models:
+                found = model.state_dict()[name]
+                assert found.dtype == dtype
+                torch.testing.assert_close(found, weight.to(dtype), atol=1e-6, rtol=1e-2)
+                if dtype == torch.float32:
+                    torch.testing.assert_close(found, weight, atol=1e-6, rtol=1e-6)
 
 
 def test_a_stopped_run_of_adapters_ends_with_the_same_bits(
@@ -417,7 +491,7 @@ def test_the_report_has_the_checkpoint_beside_what_became_of_it(
     corpus, config = corpus_and_config(chat_run)
     started = load(checkpoint("llama")).model
     rows = document_batches(config, corpus, validation=True)
-    expected = score_documents(started, rows, bytes=corpus.facts.predicted_bytes)
+    expected = score_documents(started, rows, bytes=corpus.predicted_bytes(validation=True))
     for name in ("loss", "perplexity", "bits_per_byte", "tokens"):
         assert before[name] == pytest.approx(getattr(expected, name), rel=1e-5), name
         assert after[name] == pytest.approx(summary["validation"][name], rel=1e-5), name

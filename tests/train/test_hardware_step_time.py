@@ -24,14 +24,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, cost: dict[int, list[float]]) -> None
 
 def test_the_fastest_number_of_threads_is_kept_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 4)
-    clock(monkeypatch, {1: [3.0] * 3, 2: [2.0] * 3, 4: [5.0] * 3})
+    clock(monkeypatch, {1: [3.0] * 4, 2: [2.0] * 4, 4: [5.0] * 4})
     assert hardware.time_steps(lambda: None) == (2, 2.0)
     assert torch.get_num_threads() == 2
 
 
 def test_one_slow_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)
-    clock(monkeypatch, {1: [3.0] * 3, 2: [2.0, 90.0, 2.0]})
+    clock(monkeypatch, {1: [3.0] * 4, 2: [9.0, 2.0, 90.0, 2.0]})
     assert hardware.time_steps(lambda: None) == (2, 2.0)
 
 
@@ -48,6 +48,15 @@ def test_cores_that_are_no_power_of_two_are_tried_too(monkeypatch: pytest.Monkey
     seen: set[int] = set()
     hardware.time_steps(lambda: seen.add(torch.get_num_threads()))
     assert seen == {1, 2, 3}
+
+
+def test_timing_ends_at_its_limit_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long steps: only the largest count of threads is tried, and only until the limit."""
+    monkeypatch.setattr(hardware, "cores", lambda: 4)
+    clock(monkeypatch, {4: [50.0]})
+    assert hardware.time_steps(lambda: None, limit=6.0) == (4, 50.0)
+    clock(monkeypatch, {4: [2.0, 1.0, 1.0, 1.0], 2: [3.0]})
+    assert hardware.time_steps(lambda: None, limit=6.0) == (4, 1.0)
 
 
 def test_a_system_without_a_core_count_is_not_refused(
