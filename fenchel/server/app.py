@@ -3,7 +3,8 @@
     client -> guard -> route -> body -> call -> engine (a thread) -> updates -> response or stream
 
 One event loop does HTTP; the engine's thread owns the model. Bodies are checked and encoded in a
-pool of threads, since a text may be long and a chat template runs in its own process. Updates
+pool of threads, since a text may be long; conversations in another one, since a chat template runs
+in its own process and may take its full time. Updates
 cross from the engine to the loop once per step for all requests (``Relay``).
 
 **Access.** The server listens on a loopback address unless another one is configured.
@@ -23,18 +24,21 @@ no other request waits for it.
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -77,6 +81,8 @@ LARGEST_BODY, DISCARDED = 2**20, 2**23
 BODY_SECONDS = 10.0
 HEAD_SECONDS = 10.0
 STALLED_SECONDS = 30.0
+CHECK_SECONDS = 0.25
+"""Time between two looks at a connection whose client sends no more."""
 MOST_BODIES = 256
 """Bodies that are read and checked at a time."""
 MOST_CONNECTIONS = 1000
@@ -143,7 +149,8 @@ class ServerGuard(Guard):
 
     def response(self, scope: Scope, headers: Headers, foreign: str | None) -> Response | None:
         """An error in OpenAI's shape, or None."""
-        if foreign is not None:
+        probe = scope["path"] == "/health" and not {"host", "origin"} & {*headers}
+        if foreign is not None and not (probe and scope["http_version"] == "1.0"):
             return error_response(ApiError(_FOREIGN[foreign], status=403, code=foreign))
         if self.key is None or scope["path"] in OPEN_PATHS:
             return None
@@ -323,7 +330,7 @@ class Exchange:
     def _waited(self) -> None:
         if not any(ticket.started for ticket in self._tickets):
             seconds = self._settings.queue_seconds
-            self.fail(f"no row was free within {seconds:g} s.", code="queue_seconds")
+            self.fail(f"the server was busy for {seconds:g} s.", code="queue_seconds")
 
     def _late(self) -> None:
         if self.reply.has_tokens:
@@ -395,6 +402,7 @@ class App:
         self.relay, self.settings = relay, settings
         self._embedding = 0
         self._reading = 0
+        self._templates = ThreadPoolExecutor(2, "chat template")
         relay.on_end = self._check_engine
         if engine is not None:
             relay.metrics.watch(engine)
@@ -407,7 +415,7 @@ class App:
                     CORSMiddleware,
                     allow_origins=settings.origins,
                     allow_methods=("GET", "POST"),
-                    allow_headers=("authorization", "content-type"),
+                    allow_headers=("*",),  # clients for browsers have their own, x-stainless-...
                 )
             )
         middleware.append(Middleware(ServerGuard, settings=settings))
@@ -439,6 +447,7 @@ class App:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.relay.connect(asyncio.get_running_loop())
         yield
+        self._templates.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close, 0.0)
         await asyncio.to_thread(self.embedder.close)
@@ -531,7 +540,7 @@ class App:
     async def _parsed(
         self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], T]
     ) -> T:
-        """What ``parse`` makes of the body, in another thread."""
+        """What ``parse`` makes of the body, in another thread; of a conversation, in its pool."""
         if self._reading >= MOST_BODIES:
             raise ApiError(
                 f"{self._reading} bodies are read already.",
@@ -542,7 +551,9 @@ class App:
         self._reading += 1
         try:
             body = await read_body(request)
-            return await asyncio.to_thread(parse, body, self.served)
+            pool = self._templates if "messages" in body else None
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(pool, parse, body, self.served)
         finally:
             self._reading -= 1
 
@@ -634,8 +645,11 @@ class App:
 
 
 def _print_line(route: str, **more: Any) -> None:
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    print(json.dumps({"time": now, "route": route, **more}), file=sys.stderr, flush=True)
+    print(json.dumps({"time": _now(), "route": route, **more}), file=sys.stderr, flush=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 async def read_body(request: HttpRequest) -> dict[str, Any]:
@@ -644,6 +658,12 @@ async def read_body(request: HttpRequest) -> dict[str, Any]:
     Of one that is too large, ``DISCARDED`` bytes are read and dropped: a client that still sends
     when its connection is closed may not see the answer.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding {printable(encoding, 40)} is not decoded; send the body as it is.",
+            status=415,
+        )
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > DISCARDED:
         raise _too_large()
@@ -707,10 +727,60 @@ def address(host: str, listener: socket.socket) -> str:
     return f"http://{name}:{port}"
 
 
+class JsonLines(logging.Formatter):
+    """Messages of uvicorn as lines of JSON, such as those of requests."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line = {"time": _now(), "route": None, "message": record.getMessage()}
+        if record.exc_info:
+            line["error"] = repr(record.exc_info[1])
+        return json.dumps(line)
+
+
 class BoundedProtocol(H11Protocol):
-    """HTTP in which the line and the headers of a request arrive within ``HEAD_SECONDS``."""
+    """HTTP in which the line and the headers of a request arrive within ``HEAD_SECONDS``.
+
+    A client that has sent its request and closed its side of the connection gets the answer. One
+    that has closed both sides looks the same until something is written to it, so an interim
+    response is written, and ``_check`` looks for the reset that a closed connection answers with.
+    """
 
     _timer: asyncio.TimerHandle | None = None
+    _checks: asyncio.TimerHandle | None = None
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The end of what the client sends; True keeps the connection for the answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return None
+        if not cycle.response_started and self.conn.their_http_version == b"1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._checks = self.loop.call_later(CHECK_SECONDS, self._check)
+        return True
+
+    def _check(self) -> None:
+        """End a connection that is reset, or whose answer is complete."""
+        peer = self.transport.get_extra_info("socket")
+        if peer is None or peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._checks = self.loop.call_later(CHECK_SECONDS, self._check)
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is not HTTP, in the shape of all errors."""
+        body = _json(ApiError(msg).body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new connection: a request is expected."""
@@ -728,6 +798,8 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The end of the connection."""
         self._cancel_timer()
+        if self._checks is not None:
+            self._checks.cancel()
         super().connection_lost(exc)
 
     def _cancel_timer(self) -> None:
@@ -743,6 +815,13 @@ class Server:
         self.app, self._listener = app, listener
         config = uvicorn.Config(
             app.asgi,
+            log_config={
+                "version": 1,
+                "disable_existing_loggers": False,
+                "formatters": {"json": {"()": JsonLines}},
+                "handlers": {"json": {"class": "logging.StreamHandler", "formatter": "json"}},
+                "loggers": {"uvicorn": {"handlers": ["json"], "propagate": False}},
+            },
             log_level="warning",
             access_log=False,
             server_header=False,

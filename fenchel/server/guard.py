@@ -11,9 +11,9 @@ forge are two headers:
               scheme aside (a proxy may speak TLS), or one that is allowed. "null", of a sandboxed
               page or a file, is neither.
 
-A request with no Host, with several, or with one that is not an address is refused, and WebSocket
-handshakes follow the same rules. Programs outside a browser send no Origin; a key or a token admits
-them, and each server checks its own in ``response``.
+A request with no Host, with several, or with one that is not an address is refused, so is one with
+several Origins, and WebSocket handshakes follow the same rules. Programs outside a browser send no
+Origin; a key or a token admits them, and each server checks its own in ``response``.
 """
 
 import re
@@ -69,7 +69,7 @@ class Guard(ABC):
         if self.names is not None and not (len(hosts) == 1 and self._is_own(hosts[0])):
             return "host"
         own = {f"{scheme}://{host}" for scheme in ("http", "https") for host in hosts if host}
-        return None if {*origins} <= own.union(self.origins) else "origin"
+        return None if len(origins) <= 1 and {*origins} <= own.union(self.origins) else "origin"
 
     def _is_own(self, host: str) -> bool:
         address = _HOST.fullmatch(host)

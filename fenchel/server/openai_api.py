@@ -47,8 +47,6 @@ MOST_CHOICES = 8
 MOST_STOPS, LONGEST_STOP = 16, 256
 DEEPEST = 16
 """Nested objects and lists of a body at most."""
-LEAST_CHARACTERS = 32
-"""Characters per token of the context up to which a text is encoded, whatever the vocabulary."""
 MOST_DRAFT, MOST_TOKENS = 64, 1 << 20
 """Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
 LOWEST = -9999.0
@@ -157,13 +155,8 @@ class ServedModel:
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters beyond which a text cannot fit into the context.
-
-        No token has more than the longest of the vocabulary; the least is for tokenizers that
-        remove characters.
-        """
-        longest = max(map(len, self.tokenizer.library.get_vocab()), default=0)
-        return self.context * max(longest, LEAST_CHARACTERS)
+        """Characters beyond which a text cannot fit into the context."""
+        return self.tokenizer.most_characters(self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,6 +539,7 @@ def _conversation_ids(
             messages,
             add_generation_prompt=add_generation_prompt,
             trust_user_tokens=served.trust_user_tokens,
+            context=served.context,
         )
     except ValueError as error:
         # The template is called by its path, which is no client's business.

@@ -206,7 +206,7 @@ function finished(request) {
 	busy(false);
 	find("status").textContent = [`${made} token${made === 1 ? "" : "s"} in ${seconds.toFixed(1)} s`, why].filter(Boolean).join(", ");
 	if (!state.tokens.length) find("status").textContent = "";
-	drawStrip();
+	light();
 }
 
 function tell(sentence) {
@@ -270,6 +270,10 @@ function neighbour(at, down) {
 }
 
 const active = () => state.pointed ?? state.pinned;
+// While no token is active and none is being written, the numbers are those of the last one; on a narrow screen they
+// would cover the text.
+const wide = matchMedia("(width > 60rem)");
+const latest = () => (state.request || !wide.matches || !state.tokens.length ? null : state.tokens.length - 1);
 
 function point(at) {
 	if (state.pointed === at) return;
@@ -312,12 +316,13 @@ function shadeToken(at, weights = null) {
 	const share = weights ? Math.sqrt((weights.get(at) ?? 0) / weights.most) : null;
 	element.classList.toggle("read", share > 0);
 	element.classList.toggle("active", at === active());
+	element.classList.toggle("latest", active() === null && at === latest());
 	element.classList.toggle("kept", at === state.pinned);
 	element.setAttribute("aria-pressed", at === state.pinned);
 	if (weights === null && logprob !== null) {
 		const [r, g, b] = shade(ramp, Math.min(-logprob / NATS, 1));
 		style.backgroundColor = css([r, g, b]);
-		style.color = 3 * r + 6 * g + b > 1250 ? "#111" : "#fff";
+		style.color = inkOn([r, g, b]);
 	} else style.color = style.backgroundColor = "";
 	style.setProperty("--weight", share === null ? "" : share.toFixed(4));
 }
@@ -327,7 +332,7 @@ function light() {
 	state.tokens.forEach((_, i) => shadeToken(i, weights));
 	find("tokens").classList.toggle("reading", at !== null);
 	find("largest").textContent = weights?.size ? `weight ${digits(+weights.most.toPrecision(3))}, square-root scale` : "";
-	inspect(at);
+	inspect(at ?? latest());
 	drawStrip();
 }
 
@@ -388,6 +393,7 @@ function select(label, options, chosen, change) {
 
 function choose(changes) {
 	Object.assign(state.choice, changes);
+	state.pinned ??= latest(); // the weights of the choice light up
 	state.tokens.forEach(({ element }, i) => element.setAttribute("aria-label", summary(i)));
 	light();
 }
@@ -442,7 +448,7 @@ function layers({ attention, sensitivity }) {
 	return node("section", {}, node("h3", {}, "Layers"), node("table", { class: "layers" }, node("thead", {}, node("tr", {}, ...head)), node("tbody", {}, ...rows)), about);
 }
 
-const sensitivityText = ({ upper, lower, certified }) => (upper === null ? `≥ ${lower.toFixed(3)}` : `${certified ? "≤" : "≈"} ${upper.toFixed(3)}`);
+const sensitivityText = ({ upper, lower, certified }) => (upper === null ? `≥ ${(Math.floor(1000 * lower) / 1000).toFixed(3)}` : `${certified ? "≤" : "≈"} ${(Math.ceil(1000 * upper) / 1000).toFixed(3)}`);
 // One half is the largest sensitivity that softmax can have.
 const sensitivityScale = () => Math.max(0.5, ...state.tokens.flatMap((token) => (token.trace?.sensitivity?.layers ?? []).map((one) => one.upper ?? one.lower)));
 
@@ -576,6 +582,7 @@ onMove(strip, (x) => strip.place && point(strip.place(x)));
 strip.addEventListener("pointerleave", () => point(null));
 strip.addEventListener("click", () => state.pointed !== null && pin(state.pointed));
 addEventListener("resize", drawStrip);
+wide.addEventListener("change", light);
 addEventListener("keydown", (event) => event.key === "Escape" && state.pinned !== null && pin(null));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 	({ ramp } = colours());

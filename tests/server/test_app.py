@@ -27,6 +27,7 @@ from transformers import LlamaModel
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
+from fenchel.data import ChatTemplate
 from fenchel.generation import Decoder
 from fenchel.generation.scheduler import Update
 from fenchel.server import app as app_module
@@ -434,12 +435,17 @@ def test_a_key_and_an_origin(chat_directory: Path) -> None:
         preflight = {
             "Origin": friend,
             "Access_Control_Request_Method": "POST",
-            "Access_Control_Request_Headers": "authorization, content-type",
+            "Access_Control_Request_Headers": "authorization, content-type, x-stainless-arch, "
+            "x-stainless-lang, x-stainless-os, x-stainless-package-version, "
+            "x-stainless-retry-count, x-stainless-runtime, x-stainless-runtime-version, "
+            "x-stainless-timeout, openai-organization",
         }
         status, _, headers = ask(guarded, "/tokenize", method="OPTIONS", **preflight)
         assert status == 200
         allowed = {name.lower(): value for name, value in headers.items()}
         assert allowed["access-control-allow-origin"] == friend
+        requested = preflight["Access_Control_Request_Headers"].split(", ")
+        assert {*requested} <= {*allowed["access-control-allow-headers"].split(", ")}
         assert ask(guarded, "/v1/models", Origin="http://evil.example")[0] == 403
 
 
@@ -464,10 +470,80 @@ def test_a_body_is_bounded_in_size_and_time(
         assert b" 413 " in endless.recv(4096)
 
 
-def open_request(running: RunningServer, body: Any) -> socket.socket:
+def test_an_encoded_body_is_refused(running: RunningServer) -> None:
+    for encoding, status in (("gzip", 415), ("br, gzip", 415), ("identity", 200)):
+        answer = ask(running, "/tokenize", {"prompt": "a"}, Content_Encoding=encoding)
+        assert answer[0] == status
+    assert (
+        "Content-Encoding"
+        in ask(running, "/tokenize", b"\x1f", Content_Encoding="gzip")[1]["error"]["message"]
+    )
+
+
+def test_what_is_not_http_gets_an_error_of_json(
+    chat_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for nonsense in (b"\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"):
+        with (
+            serving(chat_directory) as running,
+            socket.create_connection(running.place, timeout=WAIT) as client,
+        ):
+            client.sendall(nonsense)
+            head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+        assert b" 400 " in head
+        assert b"application/json" in head
+        assert json.loads(body)["error"]["message"] == "Invalid HTTP request received."
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {line["message"] for line in lines} == {"Invalid HTTP request received."}
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_has_closed_its_side_gets_its_answer(
+    running: RunningServer, version: str
+) -> None:
+    for body in ({"prompt": "What", "max_tokens": 3}, {"prompt": "What", "stream": True}):
+        with slow_steps(0.1), open_request(running, body, version) as client:
+            client.shutdown(socket.SHUT_WR)
+            answer = client.makefile("rb").read()  # to its end: the connection is closed
+        assert b" 200 OK" in answer
+        assert b'"text"' in answer
+        assert answer.startswith(b"HTTP/1.1 100 Continue") == (version == "1.1")
+    with slow_steps(0.1):
+        with open_request(running, ENDLESS, "1.1") as client:
+            until(lambda: running.engine.active == 1)
+            client.shutdown(socket.SHUT_WR)
+        until(lambda: running.engine.active == 0)
+
+
+def test_a_slow_chat_template_delays_no_other_route(
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    encode = ChatTemplate.encode
+
+    def slow_encode(*given: Any, **more: Any) -> Any:
+        assert held.wait(WAIT)
+        return encode(*given, **more)
+
+    monkeypatch.setattr(ChatTemplate, "encode", slow_encode)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with ThreadPoolExecutor(40) as clients:
+        slow = [
+            *(clients.submit(ask, running, "/v1/chat/completions", chat) for _ in range(36)),
+            *(clients.submit(ask, running, "/tokenize", chat) for _ in range(4)),
+        ]
+        until(lambda: running.server.app._reading == 40)
+        assert ask(running, "/tokenize", {"prompt": "a"})[0] == 200
+        assert ask(running, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert not any(one.done() for one in slow)
+        held.set()
+        assert {one.result()[0] for one in slow} <= {200, 429}
+
+
+def open_request(running: RunningServer, body: Any, version: str = "1.1") -> socket.socket:
     """A connection on which a request for completions was sent."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}"
     connection = socket.socket()
     connection.settimeout(WAIT)
     connection.connect(running.place)

@@ -39,6 +39,7 @@ def ask(
     query: str = "",
     kind: str = "http",
     credentials: bool = True,
+    version: str = "1.1",
 ) -> tuple[int | str, dict[str, str]]:
     """What a guard answers: (status, "passed" or the code of a closed socket; headers)."""
     sent: list[dict[str, Any]] = []
@@ -56,6 +57,7 @@ def ask(
     scope = {
         "type": kind,
         "method": "GET",
+        "http_version": version,
         "path": path,
         "query_string": query.encode(),
         "headers": [(key.encode(), value.encode()) for key, value in (*own, *more)],
@@ -113,11 +115,22 @@ def test_addresses_and_pages_of_the_server_pass(
         [("host", OWN), ("origin", f"http://127.0.0.1:{PORT + 1}")],
         [("host", OWN), ("origin", f"http://localhost:{PORT}")],
         [("host", OWN), ("origin", f"http://{OWN}"), ("origin", "null")],
+        [("host", OWN), ("origin", f"http://{OWN}"), ("origin", f"http://{OWN}")],
+        [("host", OWN), ("origin", f"http://{OWN}"), ("origin", f"https://{OWN}")],
+        [("host", OWN), ("origin", f"http://{OWN}, http://{OWN}")],
     ],
 )
 def test_other_hosts_and_origins_are_refused(make: Make, headers: list[tuple[str, str]]) -> None:
     assert ask(make, *headers)[0] == 403
     assert ask(make, *headers, kind="websocket")[0] == 1008
+
+
+def test_a_probe_of_http_1_0_needs_no_host() -> None:
+    assert ask(served, path="/health", version="1.0")[0] == "passed"
+    assert ask(served, path="/v1/models", version="1.0")[0] == 403
+    assert ask(served, path="/health")[0] == 403
+    assert ask(served, ("host", "evil.example"), path="/health", version="1.0")[0] == 403
+    assert ask(served, ("origin", "null"), path="/health", version="1.0")[0] == 403
 
 
 def test_a_configured_origin_is_allowed() -> None:
@@ -133,7 +146,7 @@ def test_the_server_has_its_own_names() -> None:
 @pytest.mark.parametrize("hosts", [[], [("host", "api.example")]])
 def test_with_a_key_any_host_passes_and_no_other_origin(hosts: list[tuple[str, str]]) -> None:
     assert ask(with_key, *hosts)[0] == "passed"
-    for origin in ("null", "https://page.example", "http://"):
+    for origin in ("null", "https://page.example", "http://", "ftp://api.example", FRIEND + "/"):
         assert ask(with_key, *hosts, ("origin", origin))[0] == 403
     assert ask(with_key, *hosts, credentials=False)[0] == 401
     assert ask(with_key, *hosts, kind="websocket", credentials=False)[0] == 1008

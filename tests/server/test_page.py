@@ -90,7 +90,7 @@ def trace(position: int) -> dict[str, Any]:
         }
         for layer in range(3)
     ]
-    bounds = {"head": 0, "lower": 0.2, "upper": 0.25, "certified": True}
+    bounds = {"head": 0, "lower": 0.2, "upper": 0.2501, "certified": True}
     return {
         "p": 0.25,
         "rank": 2,
@@ -305,7 +305,7 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
     assert weights(browser) == expected(read(7, 12))
     rows = browser.driver.find_elements(By.CSS_SELECTOR, ".layers tbody tr")
     assert [row.text.split() for row in rows] == [
-        [str(layer + 1), f"{math.exp(0.5 + layer):.3g}", "≤", "0.250"] for layer in range(3)
+        [str(layer + 1), f"{math.exp(0.5 + layer):.3g}", "≤", "0.251"] for layer in range(3)
     ]
     browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
     hover(browser, 0)  # a token of the prompt shows which tokens read it
@@ -317,6 +317,27 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
     assert weights(browser) == {
         at: pytest.approx(math.sqrt(w / most), abs=1e-3) for at, w in given.items() if w
     }
+
+
+@needs_browser
+def test_the_last_token_is_shown_first_and_its_weights_once_a_layer_is_chosen(
+    browser: Browser, server: Canned
+) -> None:
+    last = len(PROMPT) + len(ANSWER) - 1
+    generate(browser, server)
+    assert browser.text("#inspector h2") == "·labor"
+    assert weights(browser) == {}  # the text is shaded by surprise
+    assert "latest" in pieces(browser)[last].get_attribute("class")
+    hover(browser, 6)
+    assert browser.text("#inspector h2") != "·labor"
+    browser.hover("h1", 0.5, 0.5)
+    assert browser.text("#inspector h2") == "·labor"
+    browser.find("select[aria-label=Layer] option[value='1']").click()
+    assert weights(browser) == expected(read(last - 1, 10))
+    browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
+    assert weights(browser) == {}
+    generate(browser, server, width=PHONE)  # where the numbers would cover the text
+    assert browser.text("#inspector").startswith("Point at a token")
 
 
 @needs_browser
