@@ -24,8 +24,8 @@ Whole blocks (``Search.blocks``): f is the block, a map of the stream to the str
 with norm layers, plain or gated MLP and residual branches as layers of fenchel.sensitivity. The
 ball is then about the stream.
 
-Everything is computed in float64 unless another dtype is given. T tokens, M width of the stream, H
-heads, G heads of keys and values, D width of a head.
+Both ends are computed in float64; the ascent is in float64 unless another dtype is given. T
+tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
 """
 
 import math
@@ -60,6 +60,7 @@ from fenchel.sensitivity.layers import (
     Residual,
     SelfAttention,
     rotation_matrices,
+    with_dtype,
 )
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 
@@ -144,7 +145,9 @@ def certify_layer(
         record, search.dtype
     )
     _require_agreement(layer(x), part, number)
-    centre = spectral_norm(layer.jacobian(x), tol=1e-3, failure=failure, generator=generator)
+    exact: TokenLayer = with_dtype(layer, torch.float64, search.dtype)
+    J = exact.jacobian(x.double())
+    centre = spectral_norm(J, tol=1e-3, failure=failure, generator=generator)
     certificate = certify(
         layer,
         x,
@@ -177,6 +180,8 @@ def why_not(record: BlockRecord) -> str | None:
     (module, _), spec = _attention(record), record.call.spec
     if module.l2:
         return "scores by distance, for which no bound over a ball is known here"
+    if module.joint_norm:
+        return "normalises all heads together, for which no bound over a ball is known here"
     if spec.softcap is not None:
         return "caps its scores, for which no bound over a ball is known here"
     if module.sink is not None:
@@ -204,14 +209,20 @@ def block_layer(record: BlockRecord, dtype: torch.dtype) -> TokenLayer:
     assert isinstance(block, Block)
     assert isinstance(block.mlp, Mlp)
     mlp = mlp_layer(block.mlp, dtype)
-    before = [norm_layer(norm, dtype) for norm in (block.attention_norm, block.mlp_norm)]
+
+    def norms(module: nn.Module | None) -> tuple[NormLayer, ...]:
+        if module is None or isinstance(module, nn.Identity):
+            return ()
+        return (norm_layer(module, dtype),)
+
+    before = norms(block.attention_norm), norms(block.mlp_norm)
     if block.post:
         first, second = Residual(attention, (), block.scale), Residual(mlp, (), block.scale)
-        return Chain((first, before[0], second, before[1]))
-    behind = (block.attention_post_norm, block.mlp_post_norm)
+        return Chain((first, *before[0], second, *before[1]))
+    after = norms(block.attention_post_norm), norms(block.mlp_post_norm)
     branches = [
-        Chain((norm, branch, *([] if post is None else [norm_layer(post, dtype)])))
-        for norm, branch, post in zip(before, (attention, mlp), behind, strict=True)
+        Chain((*norm, branch, *post))
+        for norm, branch, post in zip(before, (attention, mlp), after, strict=True)
     ]
     if block.parallel:
         return Residual(branches[0], (branches[1],), block.scale)
@@ -272,7 +283,7 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
         b_q, b_k, b_v = (
             rows.detach().to(dtype).view(-1, D) for rows in torch.split_with_sizes(bias, sizes)
         )
-    angles, rotations = context.rotary[int(module.local)], None
+    angles, rotations = module.angles(context), None
     if angles is not None:
         rotations = rotation_matrices(angles, D, layout=module.rotary_layout).to(dtype)
     qk_norm = None

@@ -22,8 +22,9 @@ from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import TextTokenizer
-from fenchel.hf.adapter import Attachment, attach
+from fenchel.hf.adapter import Attachment
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
+from fenchel.hf.multihead import attach
 from fenchel.hf.verification import narrow_windows
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
 from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map
@@ -80,16 +81,22 @@ class ForeignModel(InspectedModel):
         with one_sentence(f"read this text with this {self.family!r} model"):
             self._require_agreement(ids[:, :_CHECKED])
             logits = self._record(recorder, ids)
-        if not recorder.modules:
-            raise ValueError(
-                f"the family {self.family!r} does not use the attention registry of transformers, "
-                "so it cannot be inspected."
-            )
         blocks = recorder.block_traces()
         if logits is None:
             return ForwardTrace(blocks, None)
         lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
         return ForwardTrace(blocks, lm_head)
+
+    def require_attention(self) -> None:
+        """Refuse a family that computes its attention itself, or has none, by two tokens."""
+        recorder = BlockRecorder(self.model, self.listener.run)
+        with one_sentence(f"read a text with this {self.family!r} model"):
+            self._record(recorder, torch.zeros(1, 2, dtype=torch.long))
+        if not recorder.modules:
+            raise ValueError(
+                f"the family {self.family!r} does not use the attention registry of transformers, "
+                "so it cannot be inspected."
+            )
 
     def _record(self, recorder: BlockRecorder, ids: Tensor) -> Tensor | None:
         """Run the model for the recorder; the logits of the last token, (V,), where it has any."""
@@ -189,7 +196,7 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> Fo
             override=listener.output,
             backend="blocked",
         )
-    return ForeignModel(
+    foreign = ForeignModel(
         name=directory.name,
         family=directory.model_type + ("" if stored is None else f", {attachment.choice}"),
         model=model,
@@ -200,6 +207,8 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> Fo
         attachment=attachment,
         listener=listener,
     )
+    foreign.require_attention()  # before a text is read
+    return foreign
 
 
 def _context(model: Any) -> int | None:

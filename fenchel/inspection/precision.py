@@ -44,7 +44,7 @@ def precision(
     effect = f"after the last block the stream is off by {streams[-1]:.2g}"
     if divergence is not None:
         token = "next" if trace.causal else "last"  # an encoder predicts the token it reads
-        effect += f", the law of the {token} token by {divergence:.2g} nats"
+        effect += f", the probabilities of the {token} token by {divergence:.2g} nats (KL)"
     return Precision(
         again=difference,
         again_head=(top.layer, top.head),

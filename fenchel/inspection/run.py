@@ -72,10 +72,10 @@ def inspect(
     ``radius`` adds certificates of the attention layers over balls in ``norm``. ``iterations``
     defaults to a number that suits the model's size.
     """
-    text = tokenize_text(model, source, max_tokens)
     if radius is not None:
         Ball.of(radius, norm, 1)  # a wrong radius, norm or model is refused before it runs
         layer_count(model)
+    text = tokenize_text(model, source, max_tokens)
     clock, report = _Clock(), progress or no_progress
     generator = torch.Generator().manual_seed(seed)
     model.model.to(device)
@@ -153,10 +153,10 @@ def certify_model(
     ``search.blocks``, in the norm "fro" or "token"; ``layers`` select by numbers from 1.
     """
     Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
+    chosen = _chosen(layers, layer_count(model), "layer")
     text = tokenize_text(model, source, max_tokens)
     clock = _Clock()
     model.model.to(device)
-    chosen = _chosen(layers, layer_count(model), "layer")
     with clock("certificates"):
         ids, generator = torch.tensor([text.ids], device=device), torch.Generator()
         certificates = certify_layers(

@@ -10,6 +10,7 @@ branches. The measurements read the trace and do not depend on the kind of model
 T tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 from fenchel.attention import AttentionCall
 from fenchel.checkpoints.tokenizer import describe_beginning
 from fenchel.data import TextTokenizer, open_text
+from fenchel.files import Notice
 
+DEFAULT_TOKENS = 1024
+"""Tokens that a model reads at most unless told otherwise: a context may have a million."""
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
 
@@ -143,28 +147,28 @@ class TokenizedText(NamedTuple):
 def tokenize_text(
     model: InspectedModel, source: str, max_tokens: int | None = None
 ) -> TokenizedText:
-    """The first tokens of a text: all of them, or ``max_tokens`` if it has more.
+    """The first tokens of a text: ``max_tokens`` and the model's context at most.
 
-    A text longer than the model's context is refused unless ``max_tokens`` cuts it.
+    Without ``max_tokens`` at most ``DEFAULT_TOKENS``, and a Notice if the text has more.
     """
-    context = model.context
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens={max_tokens} should be 2 or more.")
-    if max_tokens is not None and context is not None and max_tokens > context:
-        raise ValueError(
-            f"max_tokens={max_tokens} is more than the {context} tokens that {model.name} reads."
-        )
-    limit = context if max_tokens is None else max_tokens
+    limit = max_tokens or DEFAULT_TOKENS
+    if model.context is not None:
+        limit = min(limit, model.context)
     text = open_text(source)
     ids: list[int] = []
     for document in text.documents():
         ids += model.encode(document.text, first=not ids)
-        if limit is not None and len(ids) > limit:
+        if len(ids) > limit:
             break
-    if max_tokens is None and limit is not None and len(ids) > limit:
-        raise ValueError(
-            f"{source} has more tokens than the {limit} that {model.name} reads; take the first "
-            f"ones with --max-tokens {limit}."
+    if len(ids) > limit and limit != max_tokens:
+        why = f"all that {model.name} takes" if limit == model.context else "unless told otherwise"
+        warnings.warn(
+            f"The first {limit:,} tokens of {source} are read, {why}; --max-tokens takes "
+            f"{'fewer' if limit == model.context else 'another number'}.",
+            Notice,
+            stacklevel=2,
         )
     ids = ids[:limit]
     if len(ids) < 2:

@@ -120,9 +120,23 @@ export function mapView(host, maps, choice, changed) {
 	};
 }
 
+// Indices of the tokens of every word, which is not broken over lines. Scripts without spaces break anywhere, and so
+// do very long words.
+const WORD = 24, SPACELESS = /[\p{sc=Han}\p{sc=Hira}\p{sc=Kana}\p{sc=Thai}\p{sc=Laoo}\p{sc=Khmr}\p{sc=Mymr}]/u;
+function words(tokens) {
+	let length = 0;
+	return tokens.reduce((all, token, i) => {
+		const before = tokens[i - 1] ?? " ", apart = /\s$/.test(before) || /^\s/.test(token) || SPACELESS.test(before + token);
+		length = apart || length + token.length > WORD ? token.length : length + token.length;
+		if (length === token.length) all.push([i]);
+		else all.at(-1).push(i);
+		return all;
+	}, []);
+}
+
 export function sentence(host, maps, choice, changed) {
 	const items = maps.tokens.map((token) => radio({}, token.trim() ? token : visible(token)));
-	host.append(...items);
+	host.append(...words(maps.tokens).map((word) => node("span", {}, ...word.map((i) => items[i]))));
 	const check = roving(host, "Query token", items, 1, (query) => {
 		choice.query = query;
 		choice.key = maps.strongest(choice);
@@ -131,18 +145,39 @@ export function sentence(host, maps, choice, changed) {
 	return () => {
 		const { ramp } = colours();
 		check(choice.query);
-		host.scrollTop = items[choice.query].offsetTop - host.clientHeight / 2;
+		const line = parseFloat(getComputedStyle(host).lineHeight), top = Math.floor(items[choice.query].offsetTop / line) * line;
+		if (top < host.scrollTop) host.scrollTop = top;
+		else if (top + line > host.scrollTop + host.clientHeight) host.scrollTop = top + line - host.clientHeight; // lines are shown whole
 		items.forEach((item, key) => {
 			const [r, g, b] = shade(ramp, maps.at(choice, key) / 255);
 			item.style.backgroundColor = css([r, g, b]);
-			item.style.color = 3 * r + 6 * g + b > 1250 ? "#111" : "#fff";
+			item.style.color = inkOn([r, g, b]);
 		});
 	};
 }
 
+// The weight that adds most to the divergence of attention from uniform, p log(p n) over n keys, on another token
+// than the query and the first, which is often a sink.
+function mostTelling({ layers, heads, size, map }) {
+	const p = range(256).map((b) => (b / 255) ** 2), own = p.map((x) => (x ? x * Math.log(x) : 0));
+	let best = { layer: 0, head: 0, query: size - 1, key: 0 }, most = 0;
+	for (const i of range(layers * heads)) {
+		const bytes = map(i);
+		for (let query = 0; query < size; query++) {
+			const keys = Math.log(query + 1);
+			for (let key = 1; key < size; key++) {
+				const b = bytes[query * size + key], score = own[b] + p[b] * keys;
+				if (score <= most || key === query) continue;
+				most = score;
+				best = { layer: Math.floor(i / heads), head: i % heads, query, key };
+			}
+		}
+	}
+	return best;
+}
+
 export function attention(host, data) {
-	const maps = unpack(data), choice = { layer: 0, head: 0, query: data.size - 1 };
-	choice.key = maps.strongest(choice);
+	const maps = unpack(data), choice = mostTelling(maps);
 	const grid = box("map-grid"), view = node("div", { class: "map-view", "aria-label": "Attention map" }), words = box("sentence");
 	const readout = output(), table = node("table"), fold = node("details", {}, node("summary", {}, "This row as a table"));
 	fold.append(box("scroll", table));

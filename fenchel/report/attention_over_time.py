@@ -10,12 +10,17 @@ With p the weights of a query over its keys and z the scores that enter the choi
 
 Entropy, effective keys and support are means over queries; those of a layer are also means over its
 heads. Every number comes from metrics.jsonl; here steps are only gathered into spans that are wide
-enough to draw. A model may have hundreds of heads, so a chart of heads shows those with the most
-extreme values (highest score, lowest entropy) at any step, named layer.head.
+enough to draw. A model may have hundreds of heads, so the charts of heads show those with the most
+extreme values (highest score, lowest entropy) at any step, the same ones in the same order.
+
+Colour scales begin at 0. Those of entropy and effective keys end at the values of uniform causal
+attention over T keys, log(T!) / T and (T + 1) / 2, the others at the largest value.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -31,7 +36,15 @@ from fenchel.report.html import (
     picture,
     table,
 )
-from fenchel.report.run_data import Numbers, RunData, axis_values, even_indices, layer_series
+from fenchel.report.run_data import (
+    Numbers,
+    RunData,
+    axis_values,
+    even_indices,
+    layer_series,
+    mapping,
+    number,
+)
 
 _COLUMNS = 240
 _TABLE_ROWS = 30
@@ -49,7 +62,13 @@ class StripChart:
     peak: bool = False
     """Whether a span of steps shows its maximum instead of its mean."""
     lowest: bool = False
-    """Whether the heads with the lowest values are shown instead of the highest."""
+    """Whether the lowest values of heads are the extreme ones."""
+    uniform: Callable[[int], float] | None = None
+    """Its value for uniform attention by the number of tokens, the end of its colour scale."""
+
+
+def _uniform_entropy(tokens: int) -> float:
+    return math.lgamma(tokens + 1) / tokens
 
 
 LAYER_CHARTS = (
@@ -58,12 +77,15 @@ LAYER_CHARTS = (
         "Entropy",
         "In nats; 0 if every query attends to one token only.",
         "attention/entropy",
+        uniform=_uniform_entropy,
     ),
     StripChart(
         "effective",
-        "Effective tokens",
-        "exp of the entropy: how many tokens a query attends to.",
+        "Effective tokens, mean of exp(entropy)",
+        "How many tokens a query attends to, as if evenly: exp of the entropy of each query, then "
+        "the mean, which is more than exp of the mean entropy.",
         "attention/effective",
+        uniform=lambda tokens: (tokens + 1) / 2,
     ),
     StripChart(
         "max-logit",
@@ -75,7 +97,7 @@ LAYER_CHARTS = (
     StripChart(
         "support",
         "Support",
-        "Keys with a positive weight: all admissible ones under softmax, few under a sparse map.",
+        "Keys with a positive weight, few under a sparse map.",
         "attention/support",
     ),
 )
@@ -84,7 +106,7 @@ HEAD_CHARTS = (
     StripChart(
         "head-max-logit",
         "Largest logit per head",
-        "The heads with the largest absolute scores; one that grows alone diverges first.",
+        "The largest absolute score; a head whose scores grow alone diverges first.",
         "attention/head_max_logit",
         peak=True,
     ),
@@ -98,9 +120,10 @@ HEAD_CHARTS = (
     StripChart(
         "head-entropy",
         "Entropy per head",
-        "The heads with the lowest entropy, in nats; at 0 every query attends to one key only.",
+        "In nats; at 0 every query attends to one key only.",
         "attention/head_entropy",
         lowest=True,
+        uniform=_uniform_entropy,
     ),
 )
 
@@ -110,20 +133,40 @@ def layers(run: RunData) -> Section:
     charts = []
     for chart in LAYER_CHARTS:
         steps, values = layer_series(run, chart.column)
+        if chart.name == "support" and values.size and np.ptp(values) == 0:
+            continue  # all admissible keys, as under softmax
         names = [f"layer {layer + 1}" for layer in range(values.shape[1])]
         charts.append((chart, steps, names, values))
-    about = "One row per layer, time to the right, the last value at the end of the row."
+    about = (
+        "One row per layer, time to the right, the last value at the end of the row. Colours begin "
+        "at 0; those of entropy and effective tokens end at uniform attention."
+    )
     return _section(run, charts, anchor="health", title="Attention over training", about=about)
 
 
 def heads(run: RunData) -> Section:
     """The section of the charts per head that have at least one number."""
+    found = [(chart, *head_series(run, chart.column)) for chart in HEAD_CHARTS]
+    ranks = [
+        [names[i] for i in most_extreme(values, _HEADS, lowest=chart.lowest)]
+        for chart, _, names, values in found
+    ]
+    ranked = dict.fromkeys(name for rank in zip_longest(*ranks) for name in rank)
+    chosen = list(filter(None, ranked))[:_HEADS]
     charts = []
-    for chart in HEAD_CHARTS:
-        steps, names, values = head_series(run, chart.column)
-        shown = most_extreme(values, _HEADS, lowest=chart.lowest)
+    for chart, steps, names, values in found:
+        shown = [i for i, name in enumerate(names) if name in chosen]
         charts.append((chart, steps, [names[i] for i in shown], values[:, shown]))
-    about = "One row per head, named layer.head; time to the right."
+    most = max((len(names) for _, _, names, _ in found), default=0)
+    which = (
+        f"the {len(chosen)} of {most} with the largest scores or the lowest entropy"
+        if most > len(chosen)
+        else "all of them"
+    )
+    about = (
+        f"One row per head, {which}, the same in every chart: L2 H1 is head 1 of layer 2. Time to "
+        "the right."
+    )
     return _section(run, charts, anchor="heads", title="Scores by head", about=about)
 
 
@@ -136,7 +179,7 @@ def head_series(run: RunData, key: str) -> tuple[Numbers, list[str], Numbers]:
         own_steps, values = layer_series(run, f"{key}/{layer}")
         part = np.full((len(steps), values.shape[1]), np.nan)
         part[np.isin(steps, own_steps)] = values[np.isin(own_steps, steps)]
-        names += [f"{layer + 1}.{head + 1}" for head in range(values.shape[1])]
+        names += [f"L{layer + 1} H{head + 1}" for head in range(values.shape[1])]
         parts.append(part)
     return steps, names, np.concatenate(parts, axis=1)
 
@@ -197,33 +240,27 @@ def _data(
 ) -> dict[str, Any]:
     """What ``strips`` of charts.js takes."""
     ends, columns = reduce_spans(values, _COLUMNS, peak=chart.peak)
-    finite = columns[np.isfinite(columns)]
-    least, most = colour_range(finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    most = max(columns[np.isfinite(columns)], default=0.0)
+    if chart.uniform is not None and (tokens := _row_length(run)):
+        most = max(most, chart.uniform(tokens))
     return {
         "view": "strips",
         "x": axis_values(run, steps[ends]),
         "layers": [json_numbers(strip) for strip in columns.T],
         "names": names,
         "last": json_numbers(values[-1]),
-        "least": json_numbers([least])[0],
+        "least": 0,
         "most": json_numbers([most])[0],
     }
 
 
-def colour_range(least: float, most: float) -> tuple[float, float]:
-    """The ends of a colour scale: a span of at least a quarter of the largest value.
-
-    Differences of a few per cent would otherwise have the contrast of none and all.
-
-    >>> colour_range(1.0, 4.0), colour_range(10.0, 10.5), colour_range(3.0, 3.0)
-    ((1.0, 4.0), (8.9375, 11.5625), (3.0, 3.0))
-    """
-    widest = max(abs(least), abs(most)) / 4
-    if not 0.0 < most - least < widest:
-        return least, most
-    margin = (widest - (most - least)) / 2
-    low = least - margin
-    return (max(low, 0.0) if least >= 0.0 else low), most + margin
+def _row_length(run: RunData) -> int:
+    """Tokens per row of a batch; 0 if the settings do not say."""
+    for section in ("tune", "model"):
+        tokens = number(mapping(run.config.get(section)).get("context"))
+        if tokens is not None and 1 <= tokens < 2**31:
+            return int(tokens)
+    return 0
 
 
 def _figure(chart: StripChart, steps: Numbers, names: list[str], values: Numbers) -> Html:

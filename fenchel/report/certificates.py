@@ -14,10 +14,12 @@ from fenchel.report.html import (
     document,
     duration,
     element,
+    format_bound,
     format_number,
     heat_map,
     heat_values,
     join,
+    json_numbers,
     method_section,
     notes,
     page_header,
@@ -26,7 +28,7 @@ from fenchel.report.html import (
     shorten,
     table,
 )
-from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles
+from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles, span_tokens
 from fenchel.report.measures import CERTIFICATE, HEAD_CERTIFICATE, measures_table, top_tokens
 
 _LEVELS = {
@@ -59,12 +61,15 @@ def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
     )
     of_layer, function = _LEVELS[data.level]
     about = (
-        f"Over the ball of radius {format_number(data.radius, 4)} about the input of each "
+        f"Over the ball of radius {data.radius:g} about the input of each "
         f"{of_layer}, in which {ball}: the spectral norm of the Jacobian of {function}. Lower is "
         "attained at a point of the ball, the witness. Upper is exceeded nowhere in it, so two "
         "inputs in the ball have outputs at most upper times as far apart as the inputs are."
     )
-    body: list[Html] = [element("p", about, class_="about")]
+    body: list[Html] = [
+        element("p", _verdict(data, of_layer), class_="verdict"),
+        element("p", about, class_="about"),
+    ]
     pictures: dict[str, Any] = {}
     if refused:
         body.append(notes(refused))
@@ -78,11 +83,14 @@ def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
             "The share of each token in the squared distance from the text's own input to the "
             "witness: the tokens whose change makes it most sensitive."
         )
-        ends = "At the text itself, attained in the ball, and never exceeded in it."
+        ends = (
+            "The bar runs from lower, attained in the ball, to upper, exceeded nowhere in it; the "
+            "dot is the text itself."
+        )
         length = "token length is the mean length of an input token"
         numbers = measures_table(CERTIFICATE, layers, caption=length)
         figures = (
-            picture("certificates", "Both sides", ends, numbers, width="whole"),
+            picture("certificates", "Both sides", ends, numbers, width="whole", open_=True),
             picture("witnesses", "Witnesses", moves, _witnesses(layers, tokens), width="whole"),
         )
         body.append(element("div", *figures, class_="charts"))
@@ -99,29 +107,61 @@ def _header(result: Certification, name: str) -> Html:
     of_layer, _ = _LEVELS[result.certificates.level]
     sentence = (
         f"{result.subject['family']}: {of_layer}s certified over a ball of radius "
-        f"{format_number(result.certificates.radius, 4)} about the first "
+        f"{result.certificates.radius:g} about the first "
         f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
     )
     return page_header("certificates", name, sentence)
 
 
+def _verdict(data: Certificates, of_layer: str) -> str:
+    """How close upper and lower are, and the radius beside the length of a token."""
+    bounded = [layer for layer in data.layers if layer.refused is None and layer.ratio is not None]
+    if not bounded:
+        return f"No {of_layer} has a finite upper bound over this ball."
+    count, all_ = len(bounded), len(data.layers)
+    ratios = [format_bound(layer.ratio or 1.0, up=True) for layer in bounded]
+    within = " to ".join(dict.fromkeys((min(ratios, key=float), max(ratios, key=float))))
+    which = f"All {all_}" if count == all_ else f"{count} of {all_}"
+    subject = f"{which} {of_layer}s are" if all_ > 1 else f"The {of_layer} is"
+    sentence = f"{subject} certified within {within} times of what is attained."
+    lengths = [layer.token_norm for layer in bounded if layer.token_norm]
+    if not lengths:
+        return sentence
+    length = " to ".join(dict.fromkeys(format_number(x, 3) for x in (min(lengths), max(lengths))))
+    share = format_number(100 * data.radius * len(lengths) / sum(lengths), 2)
+    each = "for each token" if data.norm == "token" else "for all tokens together"
+    return (
+        f"{sentence} The radius, {data.radius:g} {each}, is {share} % of the mean length of a "
+        f"token ({length})."
+    )
+
+
 def _ends_picture(layers: Sequence[LayerCertificate]) -> dict[str, Any]:
-    ends = {"centre": "at the text", "lower": "lower", "upper": "upper"}
     measures = {one.name: one for one in CERTIFICATE}
-    values = [[measures[name].number(layer) for layer in layers] for name in ends.values()]
-    about = "The spectral norm at the text, and its two ends over the ball."
-    sigma = heat_values("sigma", values, about, bend="log")
-    return heat_map(list(ends), [str(layer.layer) for layer in layers], [sigma], across="layer")
+    rows = []
+    for layer in layers:
+        ends = ("at the text", "lower", "upper")
+        centre, lower, upper = json_numbers(measures[name].number(layer) for name in ends)
+        texts = [measures["lower"].text(layer), measures["upper"].text(layer)]
+        rows.append(
+            {
+                "name": f"layer {layer.layer}",
+                "centre": centre,
+                "lower": lower,
+                "upper": upper,
+                "texts": texts if layer.upper is not None else [texts[0], "no bound"],
+            }
+        )
+    return {"view": "intervals", "rows": rows}
 
 
 def _moves_picture(
     layers: Sequence[LayerCertificate], tokens: Sequence[str], edges: Sequence[int]
 ) -> dict[str, Any]:
-    about = "Share of every token in the way from the text's input to the witness."
     return heat_map(
         [f"layer {layer.layer}" for layer in layers],
-        [str(first) for first in edges[:-1]],
-        [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers], about)],
+        span_tokens(tokens, edges),
+        [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers])],
         across="token",
         titles=span_titles(tokens, edges),
     )

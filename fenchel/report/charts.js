@@ -1,6 +1,6 @@
 // Charts from plain data: no library, no request, no markup made from data.
 //
-//   bars(host, {bars: [{name, value, ours}], gutter})
+//   bars(host, {bars: [{name, value, ours or tone, note}], gutter})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
 //   strips(host, {x: {step}, layers: [[value]], names, last, least, most}, state)
 //
@@ -106,6 +106,7 @@ function shade(ramp, t) {
 	return ramp[i].map((low, c) => Math.round(low + (ramp[i + 1][c] - low) * (at - i)));
 }
 
+const inkOn = ([r, g, b]) => (3 * r + 6 * g + b > 1250 ? "#111" : "#fff"); // legible on a shade
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
 function context(canvas, width, height) {
@@ -123,15 +124,16 @@ const rampBar = (low, high) => node("p", { class: "ramp" }, ...(low === high ? [
 export function bars(host, data) {
 	const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
 	return () => {
-		const width = widthOf(host), row = 40, gutter = Math.min(data.gutter ?? 110, width * 0.45), room = width - gutter - 58;
+		const width = widthOf(host), row = 40, gutter = Math.min(data.gutter ?? 110, width * 0.45);
+		const tail = Math.max(...data.bars.map(({ note = "" }) => 58 + 8 * note.length)), room = width - gutter - tail;
 		const label = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
 		const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": label });
-		data.bars.forEach(({ name, value, ours }, i) => {
-			const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = ours ? "ours" : "";
+		data.bars.forEach(({ name, value, ours, tone, note = "" }, i) => {
+			const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = tone === undefined ? (ours ? "ours" : "") : `s${tone}`;
 			chart.append(
 				node("text", { x: gutter - 10, y, class: `label end ${kind}` }, name),
 				node("rect", { x: gutter, y: y - 11, width: length, height: 22, class: `bar ${kind}` }),
-				node("text", { x: gutter + length + 8, y, class: `label ${kind}` }, value.toFixed(3)));
+				node("text", { x: gutter + length + 8, y, class: `label ${kind}` }, `${value.toFixed(3)} ${note}`.trim()));
 		});
 		host.replaceChildren(chart);
 	};

@@ -1,20 +1,26 @@
-// A heat map of one of several measures.
+// Views of inspections and certificates: a heat map of one of several measures, and intervals.
 //
-//   heat(host, {rows: [name], columns: [name], titles: [longer name], down, across, measures: [{name, about, bend, own, values: [[number]]}]})
+//   heat(host, {rows: [name], columns: [name], titles: [longer name], down, across, start: [column, row], measures: [{name, about, bend, own, values: [[number]]}]})
+//   intervals(host, {rows: [{name, centre, lower, upper, texts: [lower, upper]}]})
+//
+// Columns with titles are tokens: their names stand upright, those of the largest values first where not all
+// have room. Cells that are wide enough have their numbers in them.
 //
 // Colours are linear in the value, or in its logarithm or square root with bend "log" or "root"; with
-// "own" every row has its own scale. A scale spans a quarter of its largest value at least, as in
-// colour_range (attention_over_time.py): differences of a few per cent stay pale.
+// "own" every row has its own scale. A scale spans a quarter of its largest value at least, so that
+// differences of a few per cent stay pale.
 
 const WIDEST = 120; // pixels of a cell, so that two heads do not fill the page
+const NUMBER = 44; // pixels that hold a number of three digits
+const UPRIGHT = 90, LINE = 13; // pixels of the longest upright name, and from one to the next
 
 function heat(host, data) {
-	const { rows, columns, titles = columns, down, across, measures } = data;
+	const { rows, titles = data.columns, down, across, measures, start } = data, upright = Boolean(data.titles), columns = upright ? data.columns.map(visible) : data.columns;
 	const canvas = node("canvas", operable(host)), readout = output(), under = box("under"), about = node("p", { class: "heat-about" });
 	const choices = measures.map((measure) => radio({ class: "heat-choice" }, measure.name));
 	const bar = box("heat-choices", ...choices);
 	host.replaceChildren(...(measures.length > 1 ? [bar] : []), about, canvas, under);
-	let shown = 0, at = [0, 0], place;
+	let shown = 0, at = start, place;
 	const check = roving(bar, "Measure", choices, 1, (i) => {
 		shown = i;
 		draw();
@@ -24,7 +30,7 @@ function heat(host, data) {
 		if (!finite.length) return [0, 0];
 		const low = finite.reduce((a, b) => Math.min(a, b)), high = finite.reduce((a, b) => Math.max(a, b));
 		const margin = Math.max((Math.max(Math.abs(low), Math.abs(high)) / 4 - (high - low)) / 2, 0);
-		if (low === high || !margin) return [low, high];
+		if (low === high || !margin) return [low >= 0 && low < high / 20 && measures[shown].bend !== "log" ? 0 : low, high]; // shares begin at 0
 		return [low < 0 ? low - margin : Math.max(low - margin, 0), high + margin];
 	};
 
@@ -33,29 +39,45 @@ function heat(host, data) {
 		const width = widthOf(host), probe = context(canvas, 10, 10);
 		const left = Math.min(Math.max(...rows.map((name) => probe.measureText(name).width)) + 10, width * 0.3);
 		const cell = Math.min((width - left) / columns.length, WIDEST), row = clamp(Math.round(420 / rows.length), 5, 26);
-		const height = rows.length * row + 24, pen = context(canvas, width, height), whole = ends(values.flat());
+		const foot = upright ? Math.min(Math.max(...columns.map((name) => probe.measureText(name).width)) + 12, UPRIGHT) : 24;
+		const height = rows.length * row + foot, pen = context(canvas, width, height), whole = ends(values.flat());
 		const positive = bend === "log" && whole[0] > 0, root = bend === "root", curve = root ? Math.sqrt : Number;
 		values.forEach((line, i) => {
 			const [low, high] = own ? ends(line) : whole, tone = scale(curve(low), curve(high), 0, 1, positive);
 			line.forEach((value, j) => {
-				pen.fillStyle = value === null ? paint.alert : css(shade(paint.ramp, low === high ? 0.5 : tone(curve(value))));
+				const colour = shade(paint.ramp, value === null || low === high ? 0.5 : tone(curve(value)));
+				pen.fillStyle = value === null ? paint.alert : css(colour);
 				pen.fillRect(left + j * cell, i * row, cell + (cell > 6 ? -1 : 0.5), row - (row > 10 ? 1 : 0));
+				if (value === null || cell < NUMBER || row < LINE) return;
+				pen.fillStyle = inkOn(colour);
+				pen.textAlign = "center";
+				pen.fillText(digits(+value.toPrecision(3)), left + (j + 0.5) * cell, (i + 0.5) * row);
 			});
+			pen.textAlign = "left";
 			pen.fillStyle = i === at[1] ? paint.accent : paint.muted;
-			if (!(i % Math.ceil(11 / row))) pen.fillText(rows[i], 0, (i + 0.5) * row, left - 6);
+			if (!(i % Math.ceil(11 / row))) pen.fillText(rows[i], 0, Math.max((i + 0.5) * row, 6), left - 6);
 		});
-		pen.textAlign = "center";
-		const skip = Math.ceil(34 / cell);
-		columns.forEach((name, j) => {
+		const middle = (j) => left + (j + 0.5) * cell, skip = Math.ceil(34 / cell);
+		const peaks = columns.map((_, j) => values.reduce((most, line) => Math.max(most, line[j] ?? -Infinity), -Infinity)), taken = [];
+		const order = range(columns.length).sort((a, b) => (b === at[0]) - (a === at[0]) || peaks[b] - peaks[a]);
+		for (const j of upright ? order : range(columns.length)) {
+			if (upright ? taken.some((other) => Math.abs(middle(other) - middle(j)) < LINE) : j % skip) continue;
+			taken.push(j);
+			pen.save();
 			pen.fillStyle = j === at[0] ? paint.accent : paint.muted;
-			if (!(j % skip)) pen.fillText(name, Math.min(left + (j + 0.5) * cell, width - pen.measureText(name).width / 2), rows.length * row + 12, Math.max(cell * skip - 4, 24));
-		});
+			pen.textAlign = upright ? "right" : "center";
+			pen.translate(upright ? middle(j) : Math.min(middle(j), width - pen.measureText(columns[j]).width / 2), rows.length * row + (upright ? 6 : 12));
+			if (upright) pen.rotate(-Math.PI / 2);
+			pen.fillText(columns[j], 0, 0, upright ? foot - 8 : Math.max(cell * skip - 4, 24));
+			pen.restore();
+		}
 		pen.strokeStyle = paint.accent;
 		pen.lineWidth = 2;
 		pen.strokeRect(left + at[0] * cell, at[1] * row, Math.max(cell - 1, 2), row - 1);
 		place = (x, y) => [Math.floor((x * width - left) / cell), Math.floor((y * height) / row)];
 		check(shown);
 		about.textContent = text;
+		about.hidden = !text;
 		readout.textContent = `${[down, rows[at[1]]].join(" ").trim()}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
 		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, `every row on its own scale${positive ? ", logarithmic" : ""}`) : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
 	}
@@ -66,4 +88,28 @@ function heat(host, data) {
 	onMove(canvas, (x, y) => move(...place(x, y)));
 	onArrows(canvas, (right, down_) => move(at[0] + right, at[1] + down_));
 	return draw;
+}
+
+// A bar per row from lower to upper, both in figures, and a dot at the centre; an upper of null is unbounded.
+function intervals(host, { rows }) {
+	const known = rows.flatMap(({ centre, lower, upper }) => [centre, lower, upper]).filter((value) => value > 0);
+	const least = Math.min(...known), most = Math.max(...known), log = most > 30 * least;
+	return () => {
+		const width = widthOf(host), row = rows.length > 16 ? 22 : 34, height = rows.length * row, left = 110, right = width - 64;
+		const X = scale(log ? least : 0, most, left, right, log);
+		const label = rows.map(({ name, texts }) => `${name} ${texts.join(" to ")}`).join(", ");
+		const chart = frame(width, height + 26, { role: "img", "aria-label": label });
+		for (const x of (log ? logTicks : ticks)(log ? least : 0, most, (right - left) / 90))
+			chart.append(node("line", { x1: X(x), x2: X(x), y1: 0, y2: height, class: "rule" }), node("text", { x: X(x), y: height + 14, class: "middle" }, compact(x)));
+		rows.forEach(({ name, centre, lower, upper, texts }, i) => {
+			const y = (i + 0.5) * row, from = X(lower), to = upper === null ? right : X(upper);
+			chart.append(
+				node("text", { x: 0, y, class: "label" }, name),
+				node("text", { x: Math.min(from, X(centre)) - 9, y, class: "label end" }, texts[0]),
+				node("rect", { x: from, y: y - 5, width: Math.max(to - from, 2), height: 10, class: `interval ${upper === null ? "open" : ""}` }),
+				node("circle", { cx: X(centre), cy: y, r: 4, class: "dot s1" }),
+				node("text", { x: to + 8, y, class: "label ours" }, texts[1]));
+		});
+		host.replaceChildren(chart);
+	};
 }

@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from importlib import resources
 from itertools import islice
 from string import Template
@@ -203,6 +204,20 @@ def format_number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.{min(max(decimals, 0), digits)}f}"
 
 
+def format_bound(value: float, *, up: bool, digits: int = 3) -> str:
+    """A finite bound with its significant digits, rounded up or down so that it stays a bound.
+
+    >>> format_bound(6.581, up=True), format_bound(1.359, up=False), format_bound(2.0, up=True)
+    ('6.59', '1.35', '2')
+    """
+    text = format_number(value, digits)
+    shown = Decimal(text.replace(",", ""))
+    if float(shown) == value or (float(shown) > value) == up:
+        return text
+    last = Decimal((0, (1,), int(shown.as_tuple().exponent)))
+    return f"{shown + last if up else shown - last:,}"
+
+
 def amount(value: float) -> str:
     """A count, from a million on with an SI prefix.
 
@@ -301,13 +316,15 @@ def document(
     )
 
 
-def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = "half") -> Html:
+def picture(
+    name: str, title: str, caption: str, numbers: Html, *, width: str = "half", open_: bool = False
+) -> Html:
     """A figure: heading, caption, the chart called ``name``, and its numbers as a table."""
     return element(
         "figure",
         element("figcaption", element("h3", title), element("p", caption)),
         element("div", class_="view", data_picture=name, aria_label=title),
-        details(f"{title} as a table", numbers),
+        details(f"{title} as a table", numbers, open_=open_),
         class_=width,
     )
 
@@ -338,14 +355,24 @@ def heat_map(
     across: str,
     down: str = "",
     titles: Sequence[str] | None = None,
+    start: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The data of a heat map (heat_map.js), which shows one of its measures (``heat_values``).
 
-    ``down`` and ``across`` are what the rows and columns are; ``titles`` are longer column names.
+    ``down`` and ``across`` are what the rows and columns are; ``titles`` are longer names of
+    columns that are tokens. ``start`` is the (column, row) that is read out first: that of the
+    largest value when left out.
     """
+    shown = list(measures)
+    cells = [
+        (math.inf if value is None else value, column, row)
+        for row, line in enumerate(shown[0]["values"])
+        for column, value in enumerate(line)
+    ]
     longer = {} if titles is None else {"titles": titles}
-    named = {"view": "heat", "rows": rows, "columns": columns, **longer}
-    return {**named, "down": down, "across": across, "measures": list(measures)}
+    first = start or max(cells, key=lambda cell: cell[0], default=(0.0, 0, 0))[1:]
+    named = {"view": "heat", "rows": rows, "columns": columns, "start": first, **longer}
+    return {**named, "down": down, "across": across, "measures": shown}
 
 
 def heat_values(

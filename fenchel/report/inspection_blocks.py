@@ -29,6 +29,7 @@ from fenchel.report.html import (
 from fenchel.report.measures import BLOCK, format_value, measures_table, top_tokens
 
 _COLUMNS = 256  # tokens, or spans of tokens, across a chart
+_TOKEN = 14  # characters of a token below a chart
 _TOP = 5
 
 
@@ -52,7 +53,7 @@ def blocks(result: Inspection) -> Section:
     )
     mass = heat_map(
         [f"layer {layer.layer}" for layer in layers],
-        [str(first) for first in edges[:-1]],
+        span_tokens(tokens, edges),
         [
             heat_values(
                 "moved by",
@@ -101,6 +102,15 @@ def span_edges(count: int, most: int) -> list[int]:
     """
     parts = min(count, most)
     return [round(i * count / parts) for i in range(parts + 1)]
+
+
+def span_tokens(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
+    """The first token of every span, the name of its column.
+
+    >>> span_tokens(["a", " b", "c"], [0, 1, 3])
+    ['a', ' b']
+    """
+    return [shorten(clean(tokens[first]), _TOKEN) for first in edges[:-1]]
 
 
 def span_titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
@@ -211,7 +221,7 @@ def _influence(net: Network, tokens: Sequence[str]) -> dict[str, Any]:
     roots = [[x**0.5 for x in span_sums(row, edges)] for row in squares]
     return heat_map(
         _spans(net),
-        [str(first) for first in edges[:-1]],
+        span_tokens(tokens, edges),
         [heat_values("influence", roots, bend="root")],
         down="tokens",
         across="token",

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from fenchel.inspection_result import Head, Inspection, Quantiles
 from fenchel.report.html import Html, Section, heat_map, heat_values, picture, table
-from fenchel.report.inspection_blocks import span_edges, span_titles
-from fenchel.report.measures import HEAD, format_value, head_name, measures_table
+from fenchel.report.inspection_blocks import span_edges, span_titles, span_tokens
+from fenchel.report.measures import HEAD, format_value, head_measure, head_name, measures_table
 
 _COLUMNS = 128  # tokens, or spans of tokens
 
@@ -45,6 +45,7 @@ def heads(result: Inspection) -> Section:
     layers = sorted({head.layer for head in result.heads})
     numbers = sorted({head.head for head in result.heads})
     at = {(head.layer, head.head): head for head in result.heads}
+    focused = min(result.heads, key=head_measure("entropy").number)
     data = heat_map(
         [f"layer {layer}" for layer in layers],
         [str(number) for number in numbers],
@@ -59,6 +60,7 @@ def heads(result: Inspection) -> Section:
             if measure.about
         ],
         across="head",
+        start=(numbers.index(focused.head), layers.index(focused.layer)),
     )
     caption = (
         "One row per layer, one column per head. Choose a measure, then point at a head or move "
@@ -80,7 +82,7 @@ def rows(result: Inspection) -> Section:
     edges = span_edges(len(tokens), _COLUMNS)
     data = heat_map(
         [head_name(head) for head in heads],
-        [str(first) for first in edges[:-1]],
+        span_tokens(tokens, edges),
         [
             heat_values(
                 one.name,
@@ -90,14 +92,24 @@ def rows(result: Inspection) -> Section:
             )
             for one in ROW_MEASURES
         ],
-        down="head",
         across="token",
         titles=span_titles(tokens, edges),
+        start=_most_focused(result, edges),
     )
     spans = "" if len(edges) > len(tokens) else " Long texts are shown by means over spans."
     caption = f"One row per head, layer by layer, one column per query.{spans}"
     body = picture("rows", "Every query of every head", caption, _row_table(heads), width="whole")
     return Section(anchor="rows", title="Queries", body=body, pictures={"rows": data})
+
+
+def _most_focused(result: Inspection, edges: Sequence[int]) -> tuple[int, int]:
+    """(span, head) of the entropy that is furthest below that of uniform attention."""
+    entropies = np.array([head.rows["entropy"] for head in result.heads], dtype=float)
+    if result.subject.get("causal", True):  # the first token has one key, the last has all
+        entropies = entropies - np.log(np.arange(1, entropies.shape[1] + 1))
+    means = span_means(entropies.tolist(), edges)
+    head, span = np.unravel_index(np.argmin(np.where(np.isnan(means), np.inf, means)), means.shape)
+    return int(span), int(head)
 
 
 def span_means(rows: Sequence[Sequence[float]], edges: Sequence[int]) -> NDArray[np.float64]:

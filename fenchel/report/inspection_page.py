@@ -4,6 +4,7 @@ Sections: summary, the scale of healthy models, heads, rows of every head, atten
 blocks, sensitivity of the network, certificates, method.
 """
 
+import math
 from dataclasses import asdict
 
 from fenchel.inspection_result import Inspection
@@ -17,6 +18,7 @@ from fenchel.report.html import (
     document,
     duration,
     element,
+    format_bound,
     join,
     method_section,
     number_cards,
@@ -76,10 +78,12 @@ def _summary(result: Inspection) -> Section:
         entries.append((title, f"{format_value(of(head))}{unit}", where))
     network = result.network
     if network is not None:
-        bound = f"at most {format_value(network.stream.upper)}"
-        entries.append(("Network, stream to stream", format_value(network.stream.lower), bound))
-        per_layer = f"per layer; usual {scale('Lyapunov exponent').usual}"
-        entries.append(("Lyapunov exponent", format_value(network.exponent), per_layer))
+        bound = f"over all layers, at most {format_bound(network.stream.upper, up=True)} times"
+        grown = f"{format_value(network.stream.lower)} times"
+        entries.append(("Growth of a change", grown, bound))
+        grown = f"{format_value(math.exp(network.exponent))} times"
+        exponent = f"Lyapunov exponent {format_value(network.exponent)}"
+        entries.append(("Growth of a change per layer", grown, exponent))
     link = element("a", "What the numbers mean", href="#meaning")
     body = [number_cards(entries), element("p", link, class_="about")]
     if result.precision is not None:

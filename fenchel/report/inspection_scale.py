@@ -43,9 +43,12 @@ class Scale:
     trained: tuple[float, float]
     """Least and greatest value after training."""
     low: str = ""
-    """What a value below both ranges means and what to do about it; "" where it means nothing."""
+    """What a value below both ranges means; "" where it means nothing."""
     high: str = ""
     """The same above both ranges."""
+    training: str = ""
+    """What to change in a run that trains again, above both ranges where ``high`` is given, else
+    below; of no use to the holder of a checkpoint."""
     largest_usual: float = 0.0
     """No remark is made of a value below this one."""
 
@@ -100,8 +103,9 @@ SCALES = (
         fresh=(0.886, 0.904),
         trained=(0.271, 1.0),
         low="Each query attends to hardly more than one key, so the scores have almost no gradient "
-        "and the head can hardly be trained further. Early in training, lower the rate of queries "
-        "and keys, or set train.entropy_floor or model.qk_norm.",
+        "and the head can hardly be trained further.",
+        training="Early in training, lower the rate of queries and keys, or set "
+        "train.entropy_floor or model.qk_norm.",
     ),
     Scale(
         name="largest logit",
@@ -110,8 +114,9 @@ SCALES = (
         fresh=(3.41, 4.83),
         trained=(0.217, 20.0),
         high="Scores of this size saturate the choice map, and scores that keep growing come "
-        "before divergence. train.qk_clip, model.qk_norm, model.softcap and optim.optimiser=trust "
-        "bound them.",
+        "before divergence.",
+        training="train.qk_clip, model.qk_norm, model.softcap and optim.optimiser=trust bound "
+        "them.",
     ),
     Scale(
         name="weight on the first token",
@@ -122,7 +127,8 @@ SCALES = (
         largest_usual=0.3,
         high="An attention sink: the head puts its weight on the first token where no other is "
         "relevant. Most large checkpoints have such heads, and the loss is no worse for it; the "
-        "key of that token should keep its precision. model.sinks trains a sink that is no token.",
+        "key of that token should keep its precision.",
+        training="model.sinks trains a sink that is no token.",
     ),
     Scale(
         name="sigma of a head",
@@ -149,9 +155,9 @@ SCALES = (
         of=_exponent,
         fresh=(0.0, 0.0),
         trained=(1.35, 1.35),
-        high="Changes, and gradients with them, grow by a constant factor per layer. "
-        'model.residual_scale="depth" and model.initial="zero" keep a deep model near 0 at its '
-        "start.",
+        high="Changes, and gradients with them, grow by a constant factor per layer.",
+        training='model.residual_scale="depth" and model.initial="zero" keep a deep model near 0 '
+        "at its start.",
         low="Changes die out with depth, so that late layers hardly depend on early ones.",
     ),
 )
@@ -166,20 +172,21 @@ def scale(name: str) -> Scale:
 def meaning(result: Inspection) -> Section:
     """The section that sets the numbers of an inspection beside those of healthy models."""
     rows, remarks = [], []
+    family = str(result.subject["family"])  # "fenchel, softmax" of a run, "llama" of a checkpoint
     for one in SCALES:
         values = one.of(result)
         if not values:
             continue
         ends = min(v for _, v in values), max(v for _, v in values)
         rows.append((one.name, _range(ends), _range(one.fresh), one.usual, one.about))
-        remarks += _remarks(one, values)
+        remarks += _remarks(one, values, trainable=family.startswith("fenchel"))
     if not remarks:
         remarks = ["No measure lies far outside the ranges of the healthy models."]
     about = (
         "Is a number high? The last columns are ranges of healthy models: two runs of a small "
         "decoder (1.3 million parameters, about 370 steps), before their first step and at their "
         "end, on 128 tokens. Larger models differ: a value outside is a reason to look closer and "
-        "not yet a fault. docs/inspect.md in the source of fenchel defines every measure."
+        "not yet a fault."
     )
     head = ("measure", "this model", "before training", "trained", "meaning")
     scales = table(head, rows, caption="Least to greatest value", numeric=False)
@@ -191,12 +198,13 @@ def meaning(result: Inspection) -> Section:
     return Section(anchor="meaning", title="What the numbers mean", body=join(body, "\n"))
 
 
-def _remarks(one: Scale, values: Sequence[tuple[str, float]]) -> list[str]:
+def _remarks(one: Scale, values: Sequence[tuple[str, float]], *, trainable: bool) -> list[str]:
     least = min(one.fresh[0], one.trained[0])
     most = max(one.fresh[1], one.trained[1])
-    below = [(n, v) for n, v in values if v < least - (_MARGIN - 1.0) * abs(least)]
-    beyond_high = max(most + (_MARGIN - 1.0) * abs(most), one.largest_usual)
-    above = [(n, v) for n, v in values if v > beyond_high]
+    least -= (_MARGIN - 1.0) * abs(least)
+    most = max(most + (_MARGIN - 1.0) * abs(most), one.largest_usual)
+    below = [(n, v) for n, v in values if v < least]
+    above = [(n, v) for n, v in values if v > most]
     sentences = []
     for beyond, advice, word, end in (
         (sorted(below, key=lambda pair: pair[1]), one.low, "below", least),
@@ -209,6 +217,7 @@ def _remarks(one: Scale, values: Sequence[tuple[str, float]]) -> list[str]:
             sentences.append(
                 f"{one.name[0].upper()}{one.name[1:]}: {join_words(names)}, {word} "
                 f"{format_number(end, 3)}. {advice}"
+                + (f" {one.training}" if trainable and advice == (one.high or one.low) else "")
             )
     return sentences
 

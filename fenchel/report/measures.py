@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fenchel.inspection_result import BlockResult, Head, HeadCertificate, Interval, LayerCertificate
-from fenchel.report.html import Html, clean, format_number, shorten, table
+from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
 
 Item = TypeVar("Item")
 Value = float | str | Interval | None
@@ -33,6 +33,8 @@ class Measure(Generic[Item]):
     """Its heading in a terminal, where it is another."""
     digits: str = ""
     """Its format in a terminal, with which a bracket is written by its lower end."""
+    bound: str = ""
+    """"lower" or "upper" if it is a bound, which is then rounded down or up."""
 
     def number(self, item: Item) -> float:
         """The value, a bracket by its lower end; nan for a value that is no number."""
@@ -43,24 +45,32 @@ class Measure(Generic[Item]):
 
     def text(self, item: Item) -> str:
         """The value on a page; "" where there is none or it is not finite."""
-        return format_value(self.of(item))
+        value = self.of(item)
+        if self.bound and isinstance(value, float | int) and math.isfinite(value):
+            return format_bound(value, up=self.bound == "upper")
+        return format_value(value)
 
     def terminal(self, item: Item) -> str:
         """The value in a terminal."""
+        if self.bound:
+            return self.text(item)
         if self.digits and math.isfinite(self.number(item)):
             return format(self.number(item), self.digits)
         return format_value(self.of(item), to="-")
 
 
 def format_value(value: Value, *, to: str = " to ") -> str:
-    """A value as text with three digits; a bracket by both ends, or by one if they are then equal.
+    """A value as text with three digits; a bracket by both ends, rounded outward, or by one number
+    if that is both to three digits.
 
-    >>> [format_value(Interval(2.0, upper, 9)) for upper in (2.25, 2.0001)]
-    ['2 to 2.25', '2']
+    >>> [format_value(Interval(2.0, upper, 9)) for upper in (2.251, 2.0001)]
+    ['2 to 2.26', '2']
     """
     if isinstance(value, Interval):
         low, high = (format_number(float(f"{end:.3g}"), 3) for end in (value.lower, value.upper))
-        return low if low == high else f"{low}{to}{high}"
+        if low == high or not math.isfinite(value.upper):
+            return low if low == high else f"{low}{to}{high}"
+        return f"{format_bound(value.lower, up=False)}{to}{format_bound(value.upper, up=True)}"
     if value is None or isinstance(value, str):
         return value or ""
     return format_number(value, 3) if math.isfinite(value) else ""
@@ -86,8 +96,8 @@ def top_tokens(shares: Sequence[float], tokens: Sequence[str], count: int) -> li
 
 
 def head_name(head: Head) -> str:
-    """Layer and head by their numbers."""
-    return f"{head.layer}.{head.head}"
+    """Layer and head by their numbers, counted from 1."""
+    return f"L{head.layer} H{head.head}"
 
 
 def _sigma(key: str, inputs: str, cause: str) -> Measure[Head]:
@@ -110,7 +120,7 @@ HEAD: tuple[Measure[Head], ...] = (
     Measure(
         "keys used",
         lambda h: h.effective.mean,
-        "exp of the entropy: the equivalent number of equally weighted keys; mean over queries.",
+        "Mean over queries of exp(entropy), the number of equally weighted keys of each.",
         bend="log",
         short="keys",
         digits=".1f",
@@ -164,7 +174,7 @@ HEAD: tuple[Measure[Head], ...] = (
     _sigma("k", "keys", "key"),
     _sigma("v", "values", "mixing"),
     _sigma("qkv", "(q, k, v) together", "all causes"),
-    Measure("bound", lambda h: h.bound),
+    Measure("bound", lambda h: h.bound, bound="upper"),
     Measure("dominant", lambda h: h.dominant),
 )
 
@@ -179,7 +189,7 @@ BLOCK: tuple[Measure[BlockResult], ...] = (
         "norm gains 1/s",
         lambda b: "; ".join(f"{format_value(n.least)} to {format_value(n.most)}" for n in b.norms),
     ),
-    Measure("at most", lambda b: "; ".join(format_value(n.upper) for n in b.norms)),
+    Measure("at most", lambda b: "; ".join(format_bound(n.upper, up=True) for n in b.norms)),
 )
 
 LARGEST_GAIN: Measure[BlockResult] = Measure(
@@ -194,15 +204,17 @@ CERTIFICATE: tuple[Measure[LayerCertificate], ...] = (
     Measure("layer", lambda c: str(c.layer)),
     Measure("token length", lambda c: c.token_norm, digits=".3g"),
     Measure("at the text", lambda c: c.centre, short="centre"),
-    Measure("lower", lambda c: c.lower, digits=".3g"),
-    Measure("upper", lambda c: "none" if c.upper is None else c.upper, digits=".3g"),
-    Measure("upper / lower", lambda c: c.ratio, short="ratio", digits=".3g"),
+    Measure("lower", lambda c: c.lower, bound="lower"),
+    Measure("upper", lambda c: "none" if c.upper is None else c.upper, bound="upper"),
+    Measure("upper / lower", lambda c: c.ratio, short="ratio", bound="upper"),
 )
 
 HEAD_CERTIFICATE: tuple[Measure[tuple[int, HeadCertificate]], ...] = (
-    Measure("head", lambda pair: f"{pair[0]}.{pair[1].head}"),
+    Measure("head", lambda pair: f"L{pair[0]} H{pair[1].head}"),
     Measure("at the text", lambda pair: pair[1].centre, short="centre"),
-    Measure("upper", lambda pair: "none" if pair[1].upper is None else pair[1].upper, digits=".3g"),
+    Measure(
+        "upper", lambda pair: "none" if pair[1].upper is None else pair[1].upper, bound="upper"
+    ),
 )
 """Of (layer, head)."""
 

@@ -2,7 +2,7 @@
 
 function mount(root) {
 	const { pictures } = JSON.parse(root.getElementById("data").textContent);
-	const more = typeof heat === "undefined" ? {} : { heat }; // heat_map.js is part of some pages only
+	const more = typeof heat === "undefined" ? {} : { heat, intervals }; // heat_map.js is part of some pages only
 	const views = { lineChart, bars, strips, attention, ...more }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
 	for (const host of root.querySelectorAll("[data-picture]")) {
 		const data = pictures[host.dataset.picture];
@@ -29,4 +29,20 @@ function mount(root) {
 		});
 }
 
+// Copies by the selection where a browser keeps the clipboard from files; the command is then marked, to copy by hand.
+function copyButton(item) {
+	const code = item.querySelector("code"), button = node("button", { type: "button", "aria-label": `Copy ${code.textContent}` }, "Copy");
+	button.addEventListener("click", async () => {
+		try {
+			await navigator.clipboard.writeText(code.textContent);
+		} catch {
+			getSelection().selectAllChildren(code);
+			if (!document.execCommand("copy")) return;
+		}
+		button.textContent = "Copied";
+	});
+	item.append(button);
+}
+
 mount(document);
+document.querySelectorAll(".commands li").forEach(copyButton);

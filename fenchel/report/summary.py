@@ -19,6 +19,7 @@ from fenchel.report.html import (
     duration,
     element,
     facts,
+    flatten,
     format_number,
     join,
     join_words,
@@ -105,7 +106,8 @@ def validation(run: RunData) -> tuple[Mapping[str, float], str]:
     stated = mapping(run.summary.get("validation"))
     if measures := _finite({name: stated.get(name) for name in _MEASURES}):
         tokens = number(stated.get("tokens"))
-        return measures, "" if tokens is None else f", all {format_number(tokens)} tokens of it"
+        part = "all" if number(run.summary.get("validation_limit")) is None else "the first"
+        return measures, "" if tokens is None else f", {part} {format_number(tokens)} tokens of it"
     for row in reversed(run.rows):
         if measures := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
             return measures, f", at the last evaluation, step {format_number(number(row['step']))}"
@@ -196,15 +198,17 @@ def evaluated_part(run: RunData) -> str:
     """Which part of the validation text the curves are of, if it is not all of it.
 
     The evaluations while training read the first tokens only, so that their last one differs from
-    the result, which reads all of them.
+    the result, which reads more of them.
     """
     limit = number(mapping(run.config.get("train")).get("evaluate_tokens"))
     whole = number(mapping(run.summary.get("text")).get("validation_tokens"))
     if limit is None or whole is None or whole - 1 <= limit:  # the first token is not predicted
         return ""
+    last = number(run.summary.get("validation_limit"))
+    result = "all of them" if last is None else f"the first {format_number(last)}"
     return (
         f"Held-out text while training: its first {format_number(limit)} tokens of "
-        f"{format_number(whole)}. The result above is of all of them, so the numbers differ."
+        f"{format_number(whole)}. The result above is of {result}, so the numbers differ."
     )
 
 
@@ -256,17 +260,28 @@ def next_commands(run: RunData) -> Section:
     }
     if run.summary.get("status") in ("interrupted", "running"):
         commands = {f"fenchel train --resume {name}": "go on with the run", **commands}
-    rows = list(commands.items())
-    about = "Commands, from the folder that holds the run"
-    body = table(("command", "purpose"), rows, caption=about, numeric=False)
-    return Section(anchor="next", title="Next", body=element("div", body, class_="scroll"))
+    items = (
+        element("li", element("code", command), element("span", purpose))
+        for command, purpose in commands.items()
+    )
+    about = element("p", "Commands, from the folder that holds the run.", class_="about")
+    body = join((about, element("ul", *items, class_="commands")), "\n")
+    return Section(anchor="next", title="Next", body=body)
 
 
 def settings(run: RunData) -> Section:
-    """Every setting by table, the training text, and the file itself."""
+    """What differs from the default, every setting by table, the text, and the file itself."""
     tables = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
     loose = {name: value for name, value in run.config.items() if name not in tables}
     cards = [facts(loose, caption="run")] if loose else []
+    default = mapping(run.summary.get("defaults"))
+    if default:
+        own = dict(flatten(run.config))
+        rows = [
+            (name, own.get(name) or "none", value or "none") for name, value in flatten(default)
+        ]
+        head, caption = ("setting", "this run", "default"), "differs from the default run"
+        cards = [table(head, rows[:_NESTED], caption=caption, numeric=False), *cards]
     cards += [
         facts(mapping(value), caption=shorten(name, 80))
         for name, value in list(tables.items())[:_NESTED]
@@ -275,8 +290,10 @@ def settings(run: RunData) -> Section:
     if text:
         cards.append(facts(text, caption="training text"))
     whole = element("pre", shorten(run.config_text, _TEXT))
+    same = ["All settings are those of the default run."]
     body = [
         notes(run.troubles.get("config.toml", ())),
+        notes(same) if not default and "defaults" in run.summary else None,
         element("div", *cards, class_="cards") if cards else None,
         details("config.toml, to copy", whole, open_=not run.config) if run.config_text else None,
     ]

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fenchel.inspection_result import Interval
 from fenchel.report.html import Section, details, element, format_number, join, table
+from fenchel.report.measures import format_value
 from fenchel.report.run_data import RunData, mapping, number
 
 _LAYERS = 256
@@ -120,7 +122,7 @@ def _intervals(values: Any) -> list[tuple[float, float]]:
 
 def _interval(ends: Sequence[float]) -> str:
     """
-    >>> _interval((1.0, 1.25))
-    '1 to 1.250'
+    >>> _interval((1.0, 1.2501))
+    '1 to 1.26'
     """
-    return " to ".join(format_number(end) for end in ends)
+    return format_value(Interval(ends[0], ends[1], 0))

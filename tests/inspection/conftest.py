@@ -24,6 +24,17 @@ SIZES = {
 
 GROUPED = SIZES | {"num_key_value_heads": 2}
 FAMILIES = {
+    "granite": (
+        "GraniteForCausalLM",
+        GROUPED | {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED),
+    "olmo3": ("Olmo3ForCausalLM", GROUPED | {"sliding_window": 7}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        GROUPED | {"no_rope_layers": [0, 1], "pad_token_id": 0},
+    ),
+    "phi3": ("Phi3ForCausalLM", GROUPED | {"sliding_window": 7, "pad_token_id": 0}),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": CONTEXT}),
     "llama": ("LlamaForCausalLM", GROUPED),
     "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": 7}),

@@ -133,6 +133,7 @@ def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) ->
     [
         ({"softcap": 5.0}, "layer 1 caps its scores"),
         ({"scores": "l2"}, "layer 1 scores by distance"),
+        ({"qk_norm": True, "qk_norm_width": "all"}, "layer 1 normalises all heads together"),
         ({"choice": "hard"}, "layer 1 chooses by Hard"),
     ],
 )
@@ -187,6 +188,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "bias": True},
     "gemma": {"norm_place": "both", "norm_plus_one": True, "mlp": "geglu_tanh"},
     "post norm": {"norm_place": "post", "norm": "layer", "mlp": "relu"},
+    "after, not rotated": {"norm_place": "after", "rotary_layers": (0,), "mlp": "swiglu"},
     "parallel": {"parallel": True, "mlp": "gelu", "residual_scale": 0.5},
 }
 

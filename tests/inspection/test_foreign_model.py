@@ -138,7 +138,7 @@ def test_settings_and_headers_are_read_once(
     ):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     open_model(folder)
-    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    files = ("config.json", "model.safetensors", "tokenizer.json")
     assert sorted(paths) == sorted(folder / name for name in files)
 
 

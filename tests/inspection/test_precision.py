@@ -47,5 +47,5 @@ def test_an_encoder_has_no_law_of_a_next_token(
 ) -> None:
     found = inspect(open_model(save(family)), str(text), max_tokens=8, iterations=3)
     assert found.precision is not None
-    assert f"the law of the {token} token by" in found.precision.statement
+    assert f"the probabilities of the {token} token by" in found.precision.statement
     assert found.subject["causal"] == (token == "next")

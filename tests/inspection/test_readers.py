@@ -16,7 +16,20 @@ from fenchel.inspection.our_model import open_known
 from fenchel.inspection.trace import ForwardTrace
 
 BOTH = ("gpt2", "mistral", "gemma2", "bert")
-OURS = (*BOTH, "llama", "qwen3", "gemma", "neox", "bloom", "albert")
+OURS = (
+    *BOTH,
+    "llama",
+    "qwen3",
+    "gemma",
+    "neox",
+    "bloom",
+    "albert",
+    "granite",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+)
 THEIRS = (*BOTH, "opt", "phi", "distilbert")
 READERS = [*((open_known, family) for family in OURS), *((open_foreign, f) for f in THEIRS)]
 

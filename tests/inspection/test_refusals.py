@@ -15,6 +15,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     GptOssConfig,
     GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -50,6 +52,17 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
     spoil(folder, "transformer.h.1.mlp.c_fc.weight", float("nan"))
     with pytest.raises(ValueError, match=r"h\.1\.mlp\.c_fc\.weight holds 1 values that are not"):
         open_model(folder)
+
+
+def test_a_family_without_attention_is_refused_before_a_text_is_read(
+    save: Save, tmp_path: Path
+) -> None:
+    path = tmp_path / "mamba"
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 300}
+    MambaForCausalLM(MambaConfig(**settings)).save_pretrained(path)
+    shutil.copy(save("gpt2") / "tokenizer.json", path)
+    with pytest.raises(ValueError, match=r"(no attention|does not use the attention registry)"):
+        open_model(path)
 
 
 def test_weights_that_break_down_on_the_text(folder: Path, text: Path) -> None:

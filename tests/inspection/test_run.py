@@ -3,8 +3,9 @@
 import base64
 import json
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from fenchel.inspection import Inspection, inspect, open_model
+from fenchel.files import Notice
+from fenchel.inspection import Inspection, inspect, open_model, trace
 from fenchel.inspection.heads import row_weights
 from fenchel.inspection.trace import tokenize_text
 
@@ -112,15 +114,28 @@ def test_a_number_that_no_layer_has_is_refused(save: Save, text: Path) -> None:
         inspected(save, text, heads=[0])
 
 
-def test_a_text_is_cut_only_with_max_tokens(save: Save, text: Path) -> None:
+@pytest.mark.parametrize("given", [None, 49])
+def test_a_longer_text_is_read_up_to_the_context_with_a_notice(
+    given: int | None, save: Save, text: Path
+) -> None:
     subject = open_model(save("gpt2"))
-    with pytest.raises(ValueError, match=r"more tokens than the 48 .* --max-tokens 48"):
-        tokenize_text(subject, str(text))
-    assert len(tokenize_text(subject, str(text), 48).ids) == 48
-    with pytest.raises(ValueError, match="max_tokens=49 is more than the 48"):
-        tokenize_text(subject, str(text), 49)
+    with pytest.warns(Notice, match=r"The first 48 tokens of .* are read, all that .* takes"):
+        assert len(tokenize_text(subject, str(text), given).ids) == 48
+
+
+def test_max_tokens_cuts_a_text_without_a_notice(
+    save: Save, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_model(save("gpt2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tokenize_text(subject, str(text), 48).ids) == 48
     with pytest.raises(ValueError, match="should be 2 or more"):
         tokenize_text(subject, str(text), 1)
+    monkeypatch.setattr(trace, "DEFAULT_TOKENS", 10)
+    for context in (None, 48, 10**6):  # a stated context may be far more than anybody computes with
+        with pytest.warns(Notice, match="The first 10 tokens .* unless told otherwise"):
+            assert len(tokenize_text(replace(subject, context=context), str(text)).ids) == 10
 
 
 def test_certificates_of_a_model_of_transformers_are_refused_at_once(

@@ -19,6 +19,7 @@ import torch
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import fenchel
 from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
 from fenchel.inspection_result import Certification, Inspection
@@ -43,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 
 def certification(inspection: dict[str, Any]) -> dict[str, Any]:
-    """The data of a certificates page: two layers, and a third that is refused."""
+    """The data of a certificates page: a layer that is refused, and one without a bound."""
     tokens = inspection["tokens"]
     layer = {
         "layer": 1,
@@ -68,7 +69,12 @@ def certification(inspection: dict[str, Any]) -> dict[str, Any]:
             "radius": 0.05,
             "norm": "fro",
             "dtype": "float64",
-            "layers": [layer, {**layer, "layer": 2, "upper": 2.5}, refusal],
+            "layers": [
+                layer,
+                {**layer, "layer": 2, "upper": 2.5},
+                refusal,
+                {**layer, "layer": 4, "upper": None},
+            ],
         },
         "seconds": {"certificates": 1.0},
     }
@@ -121,7 +127,7 @@ def test_a_page_opens_in_silence_and_fits_the_screen(
     assert browser.requests() == [pages[name].as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") == width
     hosts = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture]")
-    charts = {"run": 15, "comparison": 8, "inspection": 7, "certificates": 2, "reliability": 0}
+    charts = {"run": 14, "comparison": 8, "inspection": 7, "certificates": 2, "reliability": 0}
     assert len(hosts) == charts[name]
     drawings = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg, figure canvas")
     assert len(drawings) >= max(len(hosts), 1)
@@ -141,9 +147,10 @@ def test_every_figure_has_its_numbers_in_a_table_without_the_script_too(
         browser.open(pages[name])
         for figure in browser.driver.find_elements(By.TAG_NAME, "figure"):
             assert len(figure.find_elements(By.CSS_SELECTOR, "details table tbody tr")) > 1
-        table = browser.find("figure details table")
+        folded = "figure details:not([open])"
+        table = browser.find(f"{folded} table")
         assert not table.is_displayed()
-        browser.find("figure summary").click()
+        browser.find(f"{folded} summary").click()
         assert table.is_displayed()
         if name != "reliability":
             assert "Every number is also in a table." in browser.text("noscript p")
@@ -179,10 +186,48 @@ def test_the_curves_of_a_comparison_have_a_legend_and_show_every_run_under_the_m
     colour = "return getComputedStyle(document.querySelector(arguments[0])).stroke"
     strokes = [browser.run(colour, f"{chart} path.line.s{tone}") for tone in (0, 1)]
     assert strokes == ["rgb(0, 114, 178)", "rgb(196, 82, 10)"]
+    fill = colour.replace("stroke", "fill")
+    assert [browser.run(fill, f"[data-picture=ranking] .bar.s{tone}") for tone in (0, 1)] == strokes
     browser.hover(f"{chart} svg", 0.3, 0.5)
     told = browser.text(f"{chart} .readout")
     assert re.match(r"step \d+: browsed [\d.]+.*, a run of another name [\d.]+", told), told
     assert len(browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} g .dot")) == 2
+
+
+def test_a_phone_shows_the_results_of_a_comparison_and_their_numbers(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["comparison"], width=PHONE)
+    heads = browser.driver.find_elements(By.CSS_SELECTOR, "#results > .scroll thead th")
+    assert [head.text for head in heads[:3]] == ["run", "bits/byte", "loss"]
+    for element in (*heads[:3], *browser.driver.find_elements(By.CSS_SELECTOR, "svg .label")):
+        assert element.rect["x"] >= 0
+        assert element.rect["x"] + element.rect["width"] <= PHONE
+    labels = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=ranking] .label")
+    assert re.fullmatch(r"[\d.]+ \+[\d.]+ %", labels[-1].text)
+
+
+def test_commands_are_whole_on_a_phone_and_copied_by_a_button(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["run"], width=PHONE)
+    items = browser.driver.find_elements(By.CSS_SELECTOR, ".commands li")
+    assert len(items) == 5
+    for item in items:
+        code, purpose = (item.find_element(By.TAG_NAME, name) for name in ("code", "span"))
+        assert code.rect["x"] + code.rect["width"] <= PHONE
+        assert purpose.rect["y"] >= code.rect["y"] + code.rect["height"]  # below, not beside
+        assert item.get_property("scrollWidth") <= item.get_property("clientWidth")
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
+    )
+    button = items[1].find_element(By.TAG_NAME, "button")
+    button.click()
+    browser.until(lambda: button.text == "Copied")
+    read = "navigator.clipboard.readText().then(arguments[arguments.length - 1])"
+    copied = browser.driver.execute_async_script(read)
+    assert copied == "fenchel eval browsed --calibration"
 
 
 def test_the_axis_switch_relabels_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
@@ -236,24 +281,39 @@ def weight(maps: dict[str, Any], layer: int, head: int, query: int, key: int) ->
     return f"{(data[index] / 255) ** 2:.3f}"
 
 
+def most_telling(maps: dict[str, Any]) -> tuple[int, ...]:
+    """(layer, head, query, key) of the largest p log(p n), off the query and the first key."""
+    size = maps["size"]
+    shape = (maps["layers"], maps["heads"], size, size)
+    p = (np.frombuffer(base64.b64decode(maps["data"]), np.uint8).reshape(shape) / 255.0) ** 2
+    score = p * np.log(np.maximum(p, 1e-30) * np.arange(1, size + 1)[:, None])
+    score[..., 0] = -np.inf
+    score[..., np.arange(size), np.arange(size)] = -np.inf
+    return tuple(map(int, np.unravel_index(np.argmax(score), shape)))
+
+
 def test_a_head_is_chosen_by_mouse_and_by_keyboard(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     sample = json.loads((pages["run"].parent / "sample.json").read_text())
     tokens = [token.replace(" ", "·") for token in sample["tokens"]]
     browser.open(pages["run"])
-    assert browser.text(".map-row .readout").startswith("Layer 1, head 1: ·. ")
+    telling = most_telling(sample["attention"])
+    query, key = (tokens[i] for i in telling[2:])
+    told = weight(sample["attention"], *telling)
+    where = f"Layer {telling[0] + 1}, head {telling[1] + 1}"
+    wanted = f"{where}: {query} attends to {key} with weight {told}"
+    assert browser.text(".map-row .readout") == wanted
     before = browser.colours(".map-view canvas")
     browser.find('[aria-label="layer 2, head 3"]').click()
     readout = browser.text(".map-row .readout")
-    assert readout.startswith("Layer 2, head 3: ·. ")
-    key = max(
+    assert readout.startswith(f"Layer 2, head 3: {query} ")
+    strongest = max(
         range(len(tokens)),
-        key=lambda k: float(weight(sample["attention"], 1, 2, len(tokens) - 1, k)),
+        key=lambda k: float(weight(sample["attention"], 1, 2, telling[2], k)),
     )
-    assert readout.endswith(
-        f"{tokens[key]} with weight {weight(sample['attention'], 1, 2, len(tokens) - 1, key)}"
-    )
+    told = weight(sample["attention"], 1, 2, telling[2], strongest)
+    assert readout.endswith(f"{tokens[strongest]} with weight {told}")
     assert browser.colours(".map-view canvas") != before
     browser.focused().send_keys(Keys.ARROW_DOWN)
     assert browser.focused().get_attribute("aria-label") == "layer 3, head 3"
@@ -269,6 +329,7 @@ def test_the_map_and_the_sentence_follow_one_choice(
     sample = json.loads((pages["run"].parent / "sample.json").read_text())
     tokens = [token.replace(" ", "·") for token in sample["tokens"]]
     browser.open(pages["run"])
+    browser.find('[aria-label="layer 1, head 1"]').click()
     browser.driver.find_elements(By.CSS_SELECTOR, ".sentence button")[5].click()
     assert f"head 1: {tokens[5]} " in browser.text(".map-row .readout")
     canvas = browser.find(".map-view canvas")
@@ -295,8 +356,10 @@ def test_a_measure_of_every_head_is_chosen_and_read(
     browser.open(pages["inspection"])
     heads = "[data-picture=heads]"
     readout = browser.text(f"{heads} .readout")
-    assert readout.startswith("layer 1, head 1: entropy ")
+    least = min(data["heads"], key=lambda one: one["entropy"]["mean"])
+    assert readout.startswith(f"layer {least['layer']}, head {least['head']}: entropy ")
     canvas = browser.find(f"{heads} canvas")
+    canvas.send_keys(Keys.HOME, *[Keys.ARROW_UP] * 3)
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     wanted = f"layer 2, head 3: entropy {head['entropy']['mean']:.4g}"
     assert browser.text(f"{heads} .readout") == wanted
@@ -312,15 +375,101 @@ def test_a_measure_of_every_head_is_chosen_and_read(
     assert browser.text(f"{heads} .readout").startswith("layer 1, head 1: sigma v ")
 
 
-def test_the_ends_of_a_certificate_are_read_by_keyboard(
-    browser: Browser, pages: dict[str, Path]
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_the_ends_of_a_certificate_stand_beside_their_bars_with_a_verdict(
+    browser: Browser, pages: dict[str, Path], width: int
 ) -> None:
-    browser.open(pages["certificates"])
-    host = "[data-picture=certificates]"
-    assert browser.text(f"{host} .readout") == "centre, layer 1: sigma 0.47"
-    browser.find(f"{host} canvas").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
-    assert browser.text(f"{host} .readout") == "upper, layer 2: sigma 2.5"
+    browser.open(pages["certificates"], width=width)
+    chart = "[data-picture=certificates] svg"
+    labels = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .label")
+    assert [label.text for label in labels] == [
+        *("layer 1", "0.473", "1.13"),  # upper is 1.127
+        *("layer 2", "0.473", "2.50"),
+        *("layer 4", "0.473", "no bound"),
+    ]
+    bars = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .interval")
+    first, second, open_ = (bar.rect for bar in bars)
+    span = (2.5 - 0.473) / (1.127 - 0.473)
+    assert second["width"] / first["width"] == pytest.approx(span, rel=0.02)
+    assert open_["width"] >= second["width"]
+    for label in labels:  # none is cut off
+        assert label.rect["x"] >= 0
+        assert label.rect["x"] + label.rect["width"] <= width
+    assert browser.text(".verdict") == (
+        "2 of 4 attention layers are certified within 2.39 to 5.29 times of what is attained. "
+        "The radius, 0.05 for all tokens together, is 0.67 % of the mean length of a token (7.46)."
+    )
     assert "Layer 3 has no certificate." in browser.text("#certificates")
+    assert browser.find("#certificates details table").is_displayed()
+    scroll = browser.find("#certificates details .scroll")
+    assert scroll.get_property("scrollWidth") == scroll.get_property("clientWidth")
+
+
+def test_the_sentence_shows_whole_lines_from_its_beginning_and_whole_words(
+    browser: Browser, make_run: Callable[..., Path]
+) -> None:
+    run = make_run("pieces")
+    sample = json.loads((run / "sample.json").read_text())
+    pieces = [piece for token in sample["tokens"] for piece in (token[:3], token[3:]) if piece]
+    pieces = (pieces * 4)[: len(pieces) * 3] + ["東京", "の", "塔", "が", "見える"] * 8
+    maps = np.eye(len(pieces), dtype=np.uint8) * 255
+    maps[2, 1] = 200
+    sample["tokens"] = pieces
+    sample["attention"] |= {
+        "layers": 1,
+        "heads": 1,
+        "size": len(pieces),
+        "data": base64.b64encode(maps.tobytes()).decode(),
+    }
+    (run / "sample.json").write_text(json.dumps(sample))
+    browser.open(run_page(run), width=PHONE)
+    query, key = (
+        pieces[i].replace(" ", "·") for i in (2, 1)
+    )  # every other token attends to itself
+    wanted = f"Layer 1, head 1: {query} attends to {key} with weight 0.615"
+    assert browser.text(".map-row .readout") == wanted
+    panel = browser.find(".sentence")
+    assert browser.run("return arguments[0].scrollTop", panel) == 0
+    tops = browser.run(
+        "return [...arguments[0].querySelectorAll('button')].map((one) => one.offsetTop)", panel
+    )
+    words = "".join(f"|{p}" if p[0] == " " else p for p in pieces[: len(pieces) - 40]).split("|")
+    at = 0
+    for word in words:  # every piece of a word stands on one line
+        count, length = 0, 0
+        while length < len(word):
+            length += len(pieces[at + count])
+            count += 1
+        assert len({round(top / 32) for top in tops[at : at + count]}) == 1, word
+        at += count
+    assert len({round(top / 32) for top in tops[at:]}) > 1  # a script without spaces breaks
+    assert browser.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", panel)
+    browser.run("arguments[0].querySelectorAll('button')[arguments[1]].click()", panel, at + 30)
+    line = browser.run("return parseFloat(getComputedStyle(arguments[0]).lineHeight)", panel)
+    scrolled = browser.run("return arguments[0].scrollTop", panel)
+    assert scrolled > 0
+    assert scrolled % line == 0
+    assert panel.get_property("clientHeight") % line == 0
+
+
+def test_tokens_name_the_columns_of_a_heat_map_and_the_largest_cell_is_read_first(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    data = json.loads((pages["inspection"].with_suffix(".json")).read_text())
+    for n, layer in enumerate(data["layers"]):
+        layer["moved_by"] = [0.01] * len(data["tokens"])
+        layer["moved_by"][5] = 0.5 + 0.1 * n
+    (tmp_path / "page.html").write_text(render(typed(Inspection, data)), encoding="utf-8")
+    browser.open(tmp_path / "page.html")
+    layers = len(data["layers"])
+    mass = browser.text("[data-picture=mass] .readout")
+    assert mass == f"layer {layers}, token 5 “ token5”: moved by {0.5 + 0.1 * (layers - 1):.4g}"
+    entropies = np.array([head["rows"]["entropy"] for head in data["heads"]])
+    focused = entropies - np.log(np.arange(1, entropies.shape[1] + 1))
+    head, token = np.unravel_index(np.argmin(focused), focused.shape)
+    name = f"L{data['heads'][head]['layer']} H{data['heads'][head]['head']}"
+    rows = browser.text("[data-picture=rows] .readout")
+    assert rows.startswith(f"{name}, token {token} “")
 
 
 def test_a_change_of_colour_scheme_repaints_what_is_drawn(
@@ -362,3 +511,20 @@ def test_small_differences_stay_small_on_a_heat_map(
         scales[name] = browser.text("[data-picture=heads] .ramp").split()
     assert [float(end) for end in scales["alike"]] == pytest.approx([2.6625, 3.4375], abs=1e-3)
     assert [float(end) for end in scales["apart"]] == [0.5, 3.1]
+
+
+def test_the_search_of_the_documentation_has_a_worker_when_opened_as_a_file(
+    browser: Browser, tmp_path: Path
+) -> None:
+    script = Path(fenchel.__file__).parents[1] / "docs/iframe-worker.js"
+    echo = "addEventListener('message', ({ data }) => postMessage({ ...data, seen: true }));"
+    (tmp_path / "echo.js").write_text(echo)
+    (tmp_path / "page.html").write_text(
+        f"<body><script>{script.read_text()}</script><script>"
+        "const worker = new Worker('echo.js');"
+        "worker.addEventListener('message', ({ data }) => (document.title = JSON.stringify(data)));"
+        "worker.postMessage({ n: 1 });</script>"
+    )
+    browser.open(tmp_path / "page.html")
+    browser.until(lambda: browser.driver.title == '{"n":1,"seen":true}')
+    assert browser.console() == []

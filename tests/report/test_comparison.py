@@ -89,14 +89,26 @@ def test_the_page_overlays_one_curve_per_run(tmp_path: Path) -> None:
         assert all(one["x"].keys() == {"step", "tokens", "elapsed"} for one in data["series"])
     training = next(data for name, data in lines.items() if len(data["series"][0]["y"]) == 4)
     assert training["series"][1]["y"] == pytest.approx([5 - 2.1 * step for step in (1, 2, 3, 4)])
-    assert [bar["name"] for bar in charts["ranking"]["bars"]] == ["a", "b", "c"]
+    bars = charts["ranking"]["bars"]
+    assert [bar["name"] for bar in bars] == ["a", "b", "c"]
+    assert [bar["note"] for bar in bars] == ["", "+5.0 %", "+10 %"]
+
+
+def test_a_bar_has_the_colour_of_the_curves_of_its_run(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, bits=bits) for name, bits in (("a", 2.0), ("b", 1.9))]
+    charts = pictures(render(compare_runs(paths)))
+    bars = {bar["name"]: bar["tone"] for bar in charts["ranking"]["bars"]}
+    assert list(bars) == ["b", "a"]
+    for data in charts.values():
+        if data["view"] == "lineChart":
+            assert {one["name"]: one["tone"] for one in data["series"]} == bars
 
 
 def test_every_tone_has_a_colour_in_both_schemes() -> None:
     css = resources.files("fenchel.report").joinpath("page.css").read_text()
     for tone in range(TONES):
         assert len(re.findall(rf"--s{tone}: #[0-9a-f]{{6}};", css)) == 2
-        assert f".line.s{tone}, .dot.s{tone}, .key.s{tone}::before" in css
+        assert f".line.s{tone}, .dot.s{tone}, .bar.s{tone}, .key.s{tone}::before" in css
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_a_row_stands_at_its_token_and_its_head(inspection: Inspect) -> None:
     found = inspection()
     found["heads"][5]["rows"]["margin"][3] = None
     picture = data_of(render(found))["pictures"]["rows"]
-    assert picture["rows"][5] == "2.2"
+    assert picture["rows"][5] == "L2 H2"
+    assert picture["columns"][3] == " token3"
     measures = {one["name"]: one["values"] for one in picture["measures"]}
     wanted = found["heads"][5]["rows"]
     assert measures["entropy"][5] == pytest.approx(wanted["entropy"], rel=1e-5)

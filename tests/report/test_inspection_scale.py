@@ -68,10 +68,10 @@ def test_usual_numbers_get_no_remark(usual: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("largest logit", 31.0, "Largest logit: 2.1 (31), above 20. Scores of this size"),
-        ("weight on the first token", 0.31, "An attention sink"),
+        ("largest logit", 31.0, "Largest logit: L2 H1 (31), above 30. Scores of this size"),
+        ("weight on the first token", 0.31, "L2 H1 (0.310), above 0.300. An attention sink"),
         ("sigma of a head", 22.0, "dominated by queries or keys"),
-        ("entropy share", 0.1, "below 0.271. Each query attends to hardly more"),
+        ("entropy share", 0.1, "below 0.136. Each query attends to hardly more"),
     ],
 )
 def test_a_head_far_outside_is_named_with_advice(
@@ -94,7 +94,21 @@ def test_a_head_far_outside_is_named_with_advice(
 def test_many_heads_are_counted_and_not_all_named(usual: dict[str, Any]) -> None:
     for head in usual["heads"]:
         head["max_logit"]["most"] = 90.0
-    assert f"and {len(usual['heads']) - 6} more, above 20." in meaning(usual).body
+    assert f"and {len(usual['heads']) - 6} more, above 30." in meaning(usual).body
+
+
+def test_settings_of_training_are_named_for_a_run_and_not_for_a_foreign_checkpoint(
+    usual: dict[str, Any],
+) -> None:
+    for head in usual["heads"]:
+        head["max_logit"]["most"] = 90.0
+    for family, named in (("llama", False), ("fenchel, softmax", True)):
+        usual["subject"]["family"] = family
+        body = meaning(usual).body
+        assert "saturate the choice map" in body
+        assert ("model.qk_norm" in body) is named
+    usual["network"]["exponent"] = -0.5
+    assert "model.residual_scale" not in meaning(usual).body  # advice against growth, not decay
 
 
 def test_growth_and_decay_with_depth_have_different_sentences(usual: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from fenchel.report.measures import (
     CERTIFICATE,
     HEAD,
     HEAD_CERTIFICATE,
+    format_value,
     head_measure,
     measures_table,
     top_tokens,
@@ -69,7 +70,7 @@ def test_page_and_terminal_show_the_same_heads(result: Inspection) -> None:
     heads = next(table for table in tables(result) if "most sensitive" in str(table.title))
     shown = {str(column.header): cells(column) for column in heads.columns}
     ranked = sorted(result.heads, key=lambda h: -h.sigma["qkv"].lower)
-    assert shown["head"] == [f"{h.layer}.{h.head}" for h in ranked]
+    assert shown["head"] == [f"L{h.layer} H{h.head}" for h in ranked]
     assert shown["dominant"] == [h.dominant for h in ranked]
     for measure in HEAD:
         heading = measure.short or measure.name
@@ -91,6 +92,25 @@ def test_a_layer_shows_the_mean_or_the_largest_of_its_heads(result: Inspection) 
     assert shown["1/s"][1] == "0.9"
 
 
+@pytest.mark.parametrize("exact", [0.000123456, 0.0213456, 0.4731, 1.1264, 65.834, 1234.4, 2.0])
+def test_a_bound_is_rounded_to_the_side_on_which_it_stays_one(exact: float) -> None:
+    layer = LayerCertificate(
+        layer=1, centre=Interval(exact, exact, 3), lower=exact, upper=exact * (1 + 1e-9)
+    )
+    lower, upper, ratio = (
+        next(one for one in CERTIFICATE if one.name == name)
+        for name in ("lower", "upper", "upper / lower")
+    )
+    for shown in (lower.text, lower.terminal):
+        assert 0.9 * exact < float(shown(layer).replace(",", "")) <= exact
+    for shown in (upper.text, upper.terminal):
+        assert exact < float(shown(layer).replace(",", "")) < 1.1 * exact
+    assert ratio.text(layer) == "1.01"
+    low, high = format_value(Interval(exact, 1.5 * exact, 3)).replace(",", "").split(" to ")
+    assert float(low) <= exact
+    assert float(high) >= 1.5 * exact
+
+
 def test_a_certificate_without_an_upper_end_shows_none() -> None:
     centre = Interval(0.5, 0.5, 3)
     head = HeadCertificate(head=2, centre=centre, upper=None)
@@ -107,7 +127,7 @@ def test_a_certificate_without_an_upper_end_shows_none() -> None:
     assert shown["upper"] == ["none", ""]
     assert shown["ratio"] == ["", ""]
     assert shown["witness moves"] == ["1 'b' 75%, 0 'a' 25%", "layer 2 caps its scores."]
-    assert [cells(column) for column in heads.columns] == [["1.2"], ["0.500"], ["none"]]
+    assert [cells(column) for column in heads.columns] == [["L1 H2"], ["0.500"], ["none"]]
     assert "none" in measures_table(CERTIFICATE, [layer], caption="")
 
 

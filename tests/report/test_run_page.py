@@ -146,7 +146,7 @@ def test_every_picture_has_its_data_and_its_numbers_in_a_table(
     }
     assert drawn == [
         *("baselines", "loss", "bits", "perplexity", "rate", "gradient", "speed"),
-        *("entropy", "effective", "max-logit", "support"),
+        *("entropy", "effective", "max-logit"),  # every key has a weight under softmax
         *("head-max-logit", "head-rms", "head-entropy", "attention"),
     ]
     figures = re.findall(r"<figure.*?</figure>", whole, re.S)
@@ -272,7 +272,27 @@ def test_a_run_that_diverged_shows_where_and_draws_the_rest(
     pictures = json.loads(found.text["script"][0])["pictures"]
     assert pictures["loss"]["series"][0]["y"][-1] is None
     assert pictures["entropy"]["layers"][0][-1] is None
-    assert pictures["entropy"]["most"] > pictures["entropy"]["least"] > 0
+    assert pictures["entropy"]["most"] > pictures["entropy"]["least"] == 0
+
+
+def test_settings_that_differ_from_the_default_run_come_first(
+    make_run: MakeRun, outline: MakeOutline
+) -> None:
+    folder = make_run()
+    assert "default run" not in written(folder)
+    changed(folder, "summary.json", defaults={})
+    assert "All settings are those of the default run." in written(folder)
+    defaults = {"seed": 7, "model": {"width": 128, "gone": None}, "train": {"betas": [0.9, 0.99]}}
+    changed(folder, "summary.json", defaults=defaults)
+    body = written(folder).partition('id="settings"')[2]
+    first = outline(body[: body.index("</table>") + 8])
+    assert first.text["caption"] == ["differs from the default run"]
+    assert first.text["tr"][1:] == [
+        "seed07",
+        "model.width192128",
+        "model.gonenonenone",
+        "train.betas0.9, 0.950.9, 0.99",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_every_measure_stands_beside_what_it_was() -> None:
     after = {**MEASURES, "loss": 2.5, "sensitivity": [[1.0, 1.1], [3.0, 3.2]]}
     section = before_and_after(run_of(tuning={"before": MEASURES, "after": after}))
     assert section is not None
-    for cell in ("2.500", "-0.5000", "2 to 2.200", "3 to 3.200", "+1", "1.500"):
+    for cell in ("2.500", "-0.5000", "2 to 2.20", "3 to 3.20", "+1", "1.500"):
         assert f">{cell}</td>" in section.body, cell
     assert "Held-out text" in section.body
 
