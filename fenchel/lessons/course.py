@@ -22,8 +22,11 @@ class Lesson(NamedTuple):
     question: str
     """What the reader predicts first."""
     minutes: int
+    """For a reader at school, with the exercise: 110 words or two checked statements per minute."""
     needs: tuple[str, ...] = ()
     """Names of lessons to read before."""
+    research: bool = False
+    """Whether it is for those who want to go on, and no later lesson needs it."""
 
     @property
     def path(self) -> Path:
@@ -36,144 +39,145 @@ COURSE = (
         "l01_slopes",
         "Slopes and gradients",
         "Ten steps downhill from 3, each a tenth of the slope: how close to 0 do they end?",
-        15,
+        35,
     ),
     Lesson(
         "l02_gradient_flow",
         "Gradient flow and the learning rate",
         "On the parabola, which learning rate arrives in a single step, and which one never does?",
-        20,
+        45,
         ("l01_slopes",),
     ),
     Lesson(
         "l03_similarity",
         "Vectors and similarity in high dimension",
         "Two random directions in 1,000 dimensions: what is the angle between them?",
-        25,
+        50,
     ),
     Lesson(
         "l04_backpropagation",
         "Multilayer perceptrons and backpropagation by hand",
         "Which way does the error travel through a network, and what does it meet on the way?",
-        30,
+        55,
         ("l01_slopes",),
     ),
     Lesson(
         "l05_cross_entropy",
         "Probability, entropy and cross-entropy",
         "Being sure and wrong against being unsure: how much more does it cost?",
-        25,
+        45,
     ),
     Lesson(
         "l06_lagrange",
         "Constraints: Lagrange multipliers and the KKT conditions",
         "At the best point on a fence, in which direction does the slope of the hill point?",
-        25,
+        55,
         ("l01_slopes",),
     ),
     Lesson(
         "l07_softmax",
         "Softmax as the solution of a problem",
         "Scores 5 and 4, or 2 and 1: which pair gives weights that lie further apart?",
-        30,
+        45,
         ("l05_cross_entropy", "l06_lagrange"),
     ),
     Lesson(
         "l08_why_softmax",
         "Why softmax: priors, budgets and hypothesis tests",
-        "How many draws does it take to tell softmax weights from a uniform choice?",
-        30,
+        "How many draws does it take to tell softmax weights from the prior they started with?",
+        70,
         ("l07_softmax",),
     ),
     Lesson(
         "l09_sparse_choice",
         "Sparse choices: entmax, sparsemax, hard",
         "Can a weight be exactly zero and its gradient still be right?",
-        25,
+        45,
         ("l07_softmax",),
     ),
     Lesson(
         "l10_attention",
         "Attention from similarity",
         "What happens to attention when the width of a head grows and nothing is rescaled?",
-        45,
+        90,
         ("l03_similarity", "l07_softmax"),
     ),
     Lesson(
         "l11_attention_derivative",
         "The derivative of attention",
         "Two tokens: what do you know about the gradient of their keys before you compute it?",
-        30,
+        60,
         ("l04_backpropagation", "l10_attention"),
     ),
     Lesson(
         "l12_lipschitz",
         "The Lipschitz cone, and why attention has none",
         "Make a token ten times as long: by what factor can the sensitivity of attention grow?",
-        30,
+        60,
         ("l11_attention_derivative",),
     ),
     Lesson(
         "l13_positions",
         "Positions",
         "Trained on 32 tokens and asked to read 128: which position encoding still works?",
-        30,
+        65,
         ("l10_attention",),
     ),
     Lesson(
         "l14_blocks",
         "Normalisation, residuals and blocks",
         "Fifty layers without skip connections: does the gradient of the first one vanish?",
-        35,
+        75,
         ("l04_backpropagation", "l10_attention"),
     ),
     Lesson(
         "l15_numerics",
         "Numbers in a computer: overflow, half precision, accumulation",
         "What is the largest score whose exponential a 16-bit number can hold?",
-        20,
+        45,
         ("l07_softmax",),
     ),
     Lesson(
         "l16_optimisers",
         "Optimisers, schedules and clipping",
         "A gradient a million times smaller: how much smaller is the step of Adam?",
-        30,
+        50,
         ("l02_gradient_flow",),
     ),
     Lesson(
         "l17_score_descent",
         "Descent in the space of scores",
         "Is the negative gradient of the weights the steepest way to change the scores?",
-        35,
+        80,
         ("l11_attention_derivative", "l16_optimisers"),
+        research=True,
     ),
     Lesson(
         "l18_tokens_and_calibration",
         "Tokenizers, perplexity and calibration",
         "Two models give a text the same probability. Can their perplexities differ?",
-        40,
+        65,
         ("l05_cross_entropy",),
     ),
     Lesson(
         "l19_efficient_attention",
         "Efficient attention and caches",
         "From which length on do the scores cost more than the projections?",
-        30,
+        60,
         ("l10_attention", "l15_numerics"),
     ),
     Lesson(
         "l20_scaling",
         "Scaling laws, adapters, retrieval and experts",
-        "Twice the compute: a larger model, or more text?",
-        30,
+        "A hundred times the compute: a larger model, or more text?",
+        45,
         ("l14_blocks", "l18_tokens_and_calibration"),
     ),
     Lesson(
         "l21_whole_flow",
         "The whole flow on one page",
-        "From a text to a report: how many stages, and what does each hand to the next?",
-        25,
+        "How long does it take to train a model that finishes the sentence she sells sea?",
+        35,
         ("l14_blocks", "l16_optimisers", "l18_tokens_and_calibration"),
     ),
 )
@@ -206,26 +210,54 @@ def lesson(name: str) -> Lesson:
     return found[0]
 
 
+class Answer(NamedTuple):
+    """What a reader has done in the exercise of a lesson."""
+
+    code: str = ""
+    """The last code that was checked."""
+    tries: int = 0
+    """How many answers were wrong."""
+    solved: bool = False
+
+
 def completed() -> set[str]:
     """The lessons whose exercise this reader has solved.
 
     >>> completed() <= {each.name for each in COURSE}
     True
     """
-    try:
-        names = json.loads(_progress_file().read_text())
-    except (OSError, ValueError):
-        return set()
-    return {each.name for each in COURSE if isinstance(names, list) and each.name in names}
+    return {name for name, answer in _answers().items() if answer.solved}
 
 
-def complete(name: str) -> None:
-    """Record that the exercise of a lesson is solved."""
+def kept_answer(name: str) -> Answer:
+    """The reader's answer to the exercise of a lesson; an empty one if there is none."""
+    return _answers().get(name, Answer())
+
+
+def keep_answer(name: str, code: str, *, solved: bool) -> Answer:
+    """Record an answer that was checked; what was solved once stays solved."""
+    before = kept_answer(name)
+    answer = Answer(code, before.tries + (not solved), before.solved or solved)
     path = _progress_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(sorted(completed() | {name})))
+    everything = _answers() | {name: answer}
+    draft.write_text(json.dumps({key: each._asdict() for key, each in everything.items()}))
     draft.replace(path)
+    return answer
+
+
+def _answers() -> dict[str, Answer]:
+    try:
+        stored = json.loads(_progress_file().read_text())
+        found = {each.name: Answer(**stored[each.name]) for each in COURSE if each.name in stored}
+    except (OSError, ValueError, TypeError):
+        return {}
+    return {
+        name: answer
+        for name, answer in found.items()
+        if (type(answer.code), type(answer.tries), type(answer.solved)) == (str, int, bool)
+    }
 
 
 def _progress_file() -> Path:

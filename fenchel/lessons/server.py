@@ -228,7 +228,20 @@ def index_page(solved: set[str]) -> str:
         "predict, move a control, read why, solve an exercise, and see the same on a model of your "
         "own. Every statement is computed while you read."
     )
-    done = element("p", f"{len(solved)} of {len(COURSE)} exercises solved.", class_="note")
+    open_ = [each for each in COURSE if each.name not in solved and not each.research]
+    following = join(
+        [
+            element(
+                "a",
+                f"{'Continue' if solved else 'Begin'}: {each.title}",
+                href=f"/lessons/{each.name}/",
+            )
+            for each in open_[:1]
+        ]
+    )
+    done = element(
+        "p", f"{len(solved)} of {len(COURSE)} exercises solved. ", following, class_="note"
+    )
     header = page_header("· lessons", "Attention, from slopes to scores", lead, below=done)
     sections = [
         Section(
@@ -262,6 +275,7 @@ def _entry(each: Lesson, solved: bool) -> Html:
     facts = f"{each.minutes} minutes" + (
         f" · after {pluralise(len(each.needs), 'lesson').split()[1]} {needs}" if needs else ""
     )
+    facts += " · research, not needed for the other lessons" if each.research else ""
     mark = element("span", "solved", class_="status finished") if solved else None
     link = element("a", f"{number}. {each.title}", href=f"/lessons/{each.name}/")
     return element(

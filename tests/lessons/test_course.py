@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fenchel.lessons.course import COURSE, PARTS, complete, completed, lesson
+from fenchel.lessons.course import COURSE, PARTS, completed, keep_answer, kept_answer, lesson
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +38,40 @@ def test_any_other_name_is_refused_with_the_names_there_are(name: str) -> None:
         lesson(name)
 
 
+def test_no_lesson_needs_one_of_research() -> None:
+    research = {each.name for each in COURSE if each.research}
+    assert research == {"l17_score_descent"}
+    assert not any(research & set(each.needs) for each in COURSE)
+
+
 def test_progress_is_kept(state: Path) -> None:
     assert completed() == set()
-    complete("l07_softmax")
-    complete("l01_slopes")
-    complete("l07_softmax")
-    assert completed() == {"l01_slopes", "l07_softmax"}
+    assert keep_answer("l07_softmax", "wrong", solved=False).tries == 1
+    assert completed() == set()
+    keep_answer("l07_softmax", "right", solved=True)
+    keep_answer("l01_slopes", "right", solved=True)
+    keep_answer("l07_softmax", "worse", solved=False)
+    assert completed() == {"l01_slopes", "l07_softmax"}, "what was solved stays solved"
+    assert kept_answer("l07_softmax") == ("worse", 2, True)
+    assert kept_answer("l02_gradient_flow") == ("", 0, False)
     assert [path.name for path in state.parent.iterdir()] == [state.name]
 
 
-@pytest.mark.parametrize("content", ["", "{", "7", '{"l01_slopes": 1}', '["no such lesson", 3]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "7",
+        '{"l01_slopes": 1}',
+        '["l01_slopes"]',
+        '{"l01_slopes": {"tries": "many", "solved": true}}',
+        '{"l01_slopes": {"other": 1}}',
+    ],
+)
 def test_a_damaged_file_of_progress_is_no_progress(state: Path, content: str) -> None:
     state.parent.mkdir(parents=True)
     state.write_text(content)
     assert completed() == set()
-    complete("l01_slopes")
+    keep_answer("l01_slopes", "right", solved=True)
     assert completed() == {"l01_slopes"}

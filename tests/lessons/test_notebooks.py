@@ -38,12 +38,91 @@ def test_the_course_and_the_folder_have_the_same_lessons() -> None:
 @each_lesson
 def test_it_has_every_part_of_a_lesson(lesson: Lesson) -> None:
     used = calls(lesson)
-    parts = "header question answer claim proof Exercise run_picker what_breaks".split()
+    parts = "header question answer claim proof Exercise run_picker what_breaks footer".split()
     assert set(parts) <= set(used)
     assert any(name in used for name in ("mo.ui.slider", "mo.ui.dropdown", "mo.ui.radio"))
     assert any(name.endswith("_chart") for name in used)
     assert used.count("claim") >= 6
     assert used.count("proof") >= 1
+
+
+@each_lesson
+def test_words_come_before_every_displayed_formula(lesson: Lesson) -> None:
+    texts = [
+        node.args[0].value
+        for node in ast.walk(ast.parse(lesson.path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mo.md"
+        if isinstance(node.args[0], ast.Constant)
+    ]
+    assert texts
+    assert all(len(text.split("$$")[0].split()) > 12 for text in texts if "$$" in text)
+
+
+def named(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def follow(cell: ast.FunctionDef, known: set[str]) -> set[str]:
+    """``known`` and the names of a cell that are computed from them."""
+    found = set(known)
+    for node in ast.walk(cell):
+        match node:
+            case ast.Assign(targets=targets, value=value) if named(value) & found:
+                found |= {name for target in targets for name in named(target)}
+            case ast.AugAssign(target=target, value=value) if named(value) & found:
+                found |= named(target)
+            case ast.For(target=target, iter=value) if named(value) & found:
+                found |= named(target)
+            case ast.FunctionDef(name=name) if node is not cell and named(node) & found:
+                found.add(name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append")) if (
+                named(node) & found
+            ):
+                found.add(name)
+    return found if found == known else follow(cell, found)
+
+
+def is_drawn(tree: ast.Module, control: str) -> bool:
+    """Whether a chart, apart from its title, depends on a control."""
+    cells = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    known: set[str] = set()
+    after = {control}
+    while after != known:
+        known = after
+        for cell in cells:
+            given = {each.arg for each in cell.args.args}
+            inside = follow(cell, known & (given | named(cell)))
+            after = after | {name for name in inside if not name.startswith("_")}
+            for node in ast.walk(cell):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_chart"):
+                    values = [each.value for each in node.keywords if each.arg != "title"]
+                    if any(named(value) & inside for value in [*node.args, *values]):
+                        return True
+    return False
+
+
+NOT_DRAWN = {
+    "l10_attention": ["visible", "mistake"],
+    "l12_lipschitz": ["ball_size"],
+    "l21_whole_flow": ["stage"],
+}
+"""Controls whose answer is a table or a sentence."""
+
+
+@each_lesson
+def test_a_control_moves_something_in_a_chart(lesson: Lesson) -> None:
+    tree = ast.parse(lesson.path.read_text())
+    controls = [
+        node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) in {"mo.ui.slider", "mo.ui.dropdown"}
+    ]
+    assert controls
+    unmoved = [each for each in controls if not is_drawn(tree, each)]
+    assert unmoved == NOT_DRAWN.get(lesson.name, [])
 
 
 def test_a_script_evaluates_its_claims(tmp_path: Path) -> None:
@@ -80,7 +159,7 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def without_numbers(text: str) -> str:
     """Digits of a rounding error differ between machines."""
-    return re.sub(r"\d[\d.,]*(e[-+]?\d+)?", "#", text)
+    return re.sub(r"\d[\d.,]*(e[-+]?\d+|·10[⁻⁰¹²³⁴-⁹]+| \\cdot 10\^\{-?\d+\})?", "#", text)
 
 
 def errata_of(lesson: Lesson) -> list[str]:

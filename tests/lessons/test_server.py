@@ -33,6 +33,10 @@ def test_the_list_names_every_lesson_and_what_is_solved() -> None:
     assert all(f'href="/lessons/{each.name}/"' in page for each in COURSE)
     assert "1 of 21 exercises solved." in page
     assert page.count(">solved<") == 1
+    assert "Continue: Slopes and gradients" in page, "the first lesson that is not solved"
+    assert "Begin: Slopes and gradients" in index_page(set())
+    assert "Continue" not in index_page({each.name for each in COURSE})
+    assert page.count("research, not needed") == 1
     assert "loads nothing and" not in page, "the files of the lessons are loaded with it"
 
 

@@ -16,9 +16,11 @@ from fenchel.lessons.widgets import (
     answer,
     bar_chart,
     claim,
+    footer,
     header,
     heat_chart,
     line_chart,
+    number,
     run_picker,
     table,
 )
@@ -43,11 +45,12 @@ def test_the_header_links_to_the_lesson_after_it_and_to_those_before() -> None:
     assert "Lesson 7 of 21" in text
     assert "../l08_why_softmax/" in text
     assert "../l06_lagrange/" in text
-    assert "Next" not in header("l21_whole_flow").text
+    assert "../l08_why_softmax/" in footer("l07_softmax").text
+    assert "Next" not in header("l21_whole_flow").text + footer("l21_whole_flow").text
 
 
 def doubles(names: Mapping[str, Any]) -> None:
-    assert names["double"](4) == 8, "double(4) is 8."
+    assert names["double"](4) - 8 == 0, "double(4) is 8."
 
 
 EXERCISE = Exercise(
@@ -65,7 +68,14 @@ EXERCISE = Exercise(
         (EXERCISE.starter, "double(4) is 8."),
         ("", "The name 'double' is not defined."),
         ("def double(x):", "IndentationError"),
-        ("def double(x):\n    return x[0]", "TypeError"),
+        ("def double(x):\n    return x[0]", "Line 2: TypeError"),
+        ("def double(x):\n    return {}['a']", "Line 2: KeyError"),
+        (
+            "def double(x):\n    2 * x",
+            "`double` returned None, not what the task asks for. Does it",
+        ),
+        ("def double(x):\n    return '8'", "`double` returned text, not what the task asks for."),
+        ("double = 8", "`double` is a whole number; it should be a function."),
         ("raise SystemExit", "SystemExit"),
     ],
 )
@@ -87,6 +97,20 @@ def test_a_solved_exercise_is_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     assert completed() == set()
     EXERCISE.verdict(EXERCISE.solution)
     assert completed() == {"l01_slopes"}
+
+
+def test_the_solution_opens_after_two_tries_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for left in ("2 tries", "1 try"):
+        shown = EXERCISE.verdict(None).text
+        assert f"opens after {left}" in shown
+        assert "2 * x" not in html.unescape(shown).replace("</span><span>", "")
+        EXERCISE.verdict(EXERCISE.starter)
+    for code in (None, EXERCISE.starter, EXERCISE.solution, None):
+        assert "Solution" in EXERCISE.verdict(code).text
+    assert EXERCISE.form().element.value == EXERCISE.solution, "what was checked last is kept"
 
 
 def test_a_solution_counts_where_nothing_can_be_recorded(
@@ -120,22 +144,78 @@ def test_every_chart_has_its_table() -> None:
         assert ">0.125</td>" in chart.text.replace("&lt;", "<").replace("&gt;", ">")
 
 
+def spec_of(shown: str) -> Any:
+    """What a chart hands to Vega-Lite."""
+    found = re.search(r"data-mime='&quot;application/vnd.vegalite.*?data-data='(.*?)'", shown)
+    assert found
+    return json.loads(json.loads(html.unescape(found[1])))
+
+
+def test_a_range_fixes_the_frame_and_the_setting_is_marked() -> None:
+    rows = [{"x": x, "y": x / 2, "curve": name} for name in "ba" for x in (1.0, 2.0)]
+    here = [{"x": 1.0, "y": 0.5}, {"x": 1.5}]
+    shown = line_chart(
+        rows, "x", "y", "curve", title="halves", x_range=(0, 3), y_range=(0, 1), here=here
+    ).text
+    assert "your setting" in shown
+    spec = spec_of(shown)
+    lines, dot, rule = spec["layer"]
+    marks = [layer["mark"]["type"] for layer in spec["layer"]]
+    assert marks == ["line", "point", "rule"]
+    assert all(layer["encoding"]["x"]["scale"]["domain"] == [0, 3] for layer in spec["layer"])
+    assert lines["encoding"]["y"]["scale"]["domain"] == [0, 1]
+    assert lines["encoding"]["strokeDash"]["sort"] is None, "the first series is solid"
+    names = [
+        spec["datasets"][each["data"]["name"]] if "name" in each["data"] else each["data"]["values"]
+        for each in (dot, rule)
+    ]
+    assert names == [here[:1], here[1:]]
+    bars = spec_of(bar_chart(rows[:2], "x", "y", title="halves", y_range=(0, 1), here=2.0).text)
+    assert bars["encoding"]["y"]["scale"]["domain"] == [0, 1]
+    assert bars["encoding"]["color"]["condition"]["test"] == 'datum["x"] === 2.0'
+    with pytest.raises(AssertionError):
+        bar_chart(rows[:2], "x", "y", title="halves", here=7.0)
+
+
+def test_colours_of_signed_numbers_go_two_ways_from_zero() -> None:
+    signed = spec_of(heat_chart(torch.tensor([[-0.25, 1.0]]), title="t", of="slope").text)
+    assert signed["encoding"]["color"]["scale"] == {"scheme": "blueorange", "domain": [-1.0, 1.0]}
+    shares = spec_of(heat_chart(torch.tensor([[0.25, 0.5]]), title="t", of_range=(0, 1)).text)
+    assert shares["encoding"]["color"]["scale"]["domain"] == [0, 1]
+    assert shares["encoding"]["color"]["title"] is None, "'value' says nothing"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.82e9, "1.82 billion"),
+        (47123.4, "47,123"),
+        (2.2e-16, "2.2·10⁻¹⁶"),
+        (-0.0, "0"),
+        (1 / 3, "0.3333"),
+        (3e20, "3·10²⁰"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers_are_written_for_a_reader(value: float, text: str) -> None:
+    assert number(value) == text
+
+
 def test_cells_are_labelled_by_names_and_equal_names_stay_apart() -> None:
     matrix = torch.tensor([[0.5, 0.25, 0.125], [1.0, 2.0, 4.0]])
     shown = heat_chart(
         matrix, title="halves", columns=["the", "bank", "the"], axes=("query", "key")
     ).text
-    found = re.search(r"data-mime='&quot;application/vnd.vegalite.*?data-data='(.*?)'", shown)
-    assert found
-    spec = json.loads(json.loads(html.unescape(found[1])))
+    spec = spec_of(shown)
     cells = [(each["query"], each["key"], each["value"]) for each in spec["data"]["values"]]
     across = ["the (0)", "bank", "the (2)"]
     assert cells == [
         (str(i), name, matrix[i, j].item()) for i in range(2) for j, name in enumerate(across)
     ]
     assert [spec["encoding"][axis]["field"] for axis in "yx"] == ["query", "key"]
-    for number in ("0.5", "0.125"):
-        assert html.unescape(shown).count(f">{number}<") == 1, "once in the table"
+    for written in ("0.5", "0.125"):
+        assert html.unescape(shown).count(f">{written}<") == 1, "once in the table"
 
 
 def test_numbers_of_a_table_have_four_digits_and_text_is_escaped() -> None:

@@ -21,6 +21,7 @@ with app.setup:
         Exercise,
         answer,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -143,7 +144,7 @@ def _(curve, gap, place):
         [
             {"x": x, "y": y, "line": name}
             for name, ys in (
-                ("curve", f(_grid)),
+                (curve.value, f(_grid)),
                 ("through two places", f(x0) + quotient * (_grid - x0)),
             )
             for x, y in zip(_grid.tolist(), ys.tolist(), strict=True)
@@ -152,6 +153,14 @@ def _(curve, gap, place):
         "y",
         "line",
         title=f"Slope between two places {gap.value:g} apart: {quotient.item():.4f}",
+        x_range=(0, 6.2),
+        y_range=(
+            0,
+            {"x squared": 36, "x cubed": 216, "1 over x": 4, "square root of x": 2.5}[curve.value],
+        ),
+        here=[
+            {"x": x, "y": f(torch.tensor(x)).item()} for x in (place.value, place.value + gap.value)
+        ],
     )
     return f, slope, x0
 
@@ -287,19 +296,29 @@ def _(east, north):
         [(bowl(here + _h * u) - bowl(here - _h * u)) / (2 * _h) for u in unit]
     )
     steepest = (2 * here).norm()
+    _tip = 1.5 * here  # a quarter of the gradient away
+    _side = torch.stack([-here[1], here[0]]) / 12
+    _arrow = [each.tolist() for each in (here, _tip, 1.4 * here + _side, _tip, 1.4 * here - _side)]
     mo.vstack(
         [
             line_chart(
                 [
-                    {"direction in degrees from east": d, "slope": s}
-                    for d, s in zip(
-                        degrees[::10].tolist(), by_direction[::10].tolist(), strict=True
-                    )
+                    {"east x": x, "north y": y, "line": "gradient, a quarter of its length"}
+                    for x, y in _arrow
+                ]
+                + [
+                    {"east x": r * a, "north y": r * b, "line": f"height {r * r}"}
+                    for r in (1, 2, 3)
+                    for a, b in [*unit[::5].tolist(), [1.0, 0.0]]
                 ],
-                "direction in degrees from east",
-                "slope",
-                title=f"Slope of the bowl in every direction; gradient ({2 * here[0]:g}, {2 * here[1]:g})",
-                points=True,
+                "east x",
+                "north y",
+                "line",
+                title=f"Map of the bowl: gradient ({2 * here[0]:g}, {2 * here[1]:g})",
+                x_range=(-3.2, 3.2),
+                y_range=(-3.2, 3.2),
+                here=[{"east x": here[0].item(), "north y": here[1].item()}],
+                square=True,
             ),
             claim(
                 "DV-03",
@@ -372,16 +391,13 @@ def _(rate):
     mo.vstack(
         [
             line_chart(
-                [
-                    {"step": k, "x": v, "what": name}
-                    for name, values in (("place", path), ("length of the next step", lengths))
-                    for k, v in enumerate(values)
-                ],
-                "step",
+                [{"x": 0.05 * i, "height": (0.05 * i) ** 2} for i in range(-10, 64)],
                 "x",
-                "what",
-                title="Descent on x squared from 3",
-                points=True,
+                "height",
+                title=f"Fifteen steps down x squared from 3, to {path[-1]:.4f}",
+                x_range=(-0.5, 3.2),
+                y_range=(0, 10),
+                here=[{"x": x, "height": x**2} for x in path],
             ),
             claim(
                 "OP-01",
@@ -603,22 +619,24 @@ def _(descent_text, gradient_text, limit_text, line_text):
         len(text.split("$$")[0].split())
         for text in (line_text, limit_text, gradient_text, descent_text)
     ]
-    mo.vstack(
-        [
-            what_breaks(
-                r"A corner has no slope: $|x|$ at 0 gives $+1$ from the right and $-1$ from the left, and networks "
-                r"with ReLU are full of corners. A gradient of 0 need not be a lowest point; it may be a summit or a "
-                r"pass. And *steps shrink by themselves* needs a learning rate that is small enough: above "
-                r"$\eta = 1$ on $x^2$ every step is longer than the one before, as the next lesson shows."
-            ),
-            claim(
-                "PD-06",
-                f"About this lesson: each of its {len(before)} main formulas comes after a picture in words, "
-                f"{min(before)} words at least.",
-                min(before) >= 40,
-            ),
-        ]
+    # Evaluated and not shown: it is about the page.
+    _ = claim(
+        "PD-06",
+        f"Each of the {len(before)} main formulas comes after a picture in words, {min(before)} words at least.",
+        min(before) >= 40,
     )
+    what_breaks(
+        r"A corner has no slope: $|x|$ at 0 gives $+1$ from the right and $-1$ from the left, and networks "
+        r"with ReLU are full of corners. A gradient of 0 need not be a lowest point; it may be a summit or a "
+        r"pass. And *steps shrink by themselves* needs a learning rate that is small enough: above "
+        r"$\eta = 1$ on $x^2$ every step is longer than the one before, as the next lesson shows."
+    )
+    return
+
+
+@app.cell
+def _():
+    footer("l01_slopes")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         Exercise,
         answer,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -204,11 +205,18 @@ def _(rate):
     mo.vstack(
         [
             line_chart(
-                [{"step": k, "x": x} for k, x in enumerate(parabola)],
-                "step",
+                [
+                    {"x": 0.1 * k, "height": (0.1 * k) ** 2, "line": "x squared"}
+                    for k in range(-50, 51)
+                ]
+                + [{"x": x, "height": x**2, "line": "the walk"} for x in parabola],
                 "x",
+                "height",
+                "line",
                 title=f"Rate {alpha:g}: {regime}",
-                points=True,
+                x_range=(-5, 5),
+                y_range=(0, 25),
+                here=[{"x": x, "height": x**2} for x in parabola],
             ),
             claim(
                 "OP-04",
@@ -292,6 +300,7 @@ def _(eta):
                 "x",
                 "line",
                 title=f"Descent with rate {eta.value:g}, and the flow",
+                y_range=(0, 3),
             ),
             claim(
                 "OP-06",
@@ -473,6 +482,7 @@ def _(beta, bump_slope, ravine_slope):
                 "x",
                 "momentum",
                 title=f"Valley with a bump: momentum {beta.value:g} ends at x = {round(_bump[beta.value][-1], 3) + 0.0:.3f}",
+                y_range=(-3, 3.2),
             ),
             line_chart(
                 [
@@ -844,6 +854,12 @@ def _():
         r"arrive too slowly, or meet a taller one, and it stays in front; and it rolls past good places too. The flow is "
         r"a limit of small rates: close to $2/c$ steps zigzag, and no flow does."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l02_gradient_flow")
     return
 
 

@@ -24,6 +24,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -116,6 +117,7 @@ def _(loudness):
         "measure",
         "value",
         title="Cat and dog, by three measures",
+        y_range=(0, 3),
     )
     return cat, cosine, dog, louder
 
@@ -286,6 +288,8 @@ def _(dimension):
         "angle in degrees",
         "share of pairs",
         title=f"Angle between two random directions, d = {d}",
+        x_range=(0, 180),
+        y_range=(0, 0.6),
     )
     return d, gaps, random_cosines
 
@@ -633,6 +637,7 @@ def _(firmness):
                 "word",
                 "share",
                 title=f"Shares of four words, |h| = {firmness.value:g}",
+                y_range=(0, 1),
             ),
             claim(
                 "GE-16",
@@ -827,6 +832,12 @@ def _():
         r"questions, and the inner product a third. The scale $1/\sqrt{d}$ is that of *random* directions: the rows of a trained "
         r"embedding share a common part, and before it is subtracted all their cosines are large. And the vector 0 has no direction: its cosine is not defined."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l03_similarity")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -755,7 +756,7 @@ def _():
                 torch.allclose(_through, _A.T @ (_G * torch.cos(_product)) @ _B.T),
             ),
             claim(
-                "DV-07 DV-08",
+                "DV-07 DV-08 PD-08",
                 r"$\nabla_X \mathrm{tr}(AX) = A^\top$, and $\nabla_X \|X\|_F^2 = 2X$.",
                 torch.allclose(_trace, _M.T)
                 and torch.allclose(jacobian(lambda X: (X**2).sum(), _X), 2 * _X),
@@ -974,6 +975,12 @@ def _():
         r"is mirrored. ReLU has no slope at 0, and programs choose 0 there. And a correct gradient may still be useless: where a sigmoid is nearly "
         r"flat, $\sigma' \le \frac14$ is nearly 0, and after many such layers little blame arrives."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l04_backpropagation")
     return
 
 

@@ -23,6 +23,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -108,6 +109,8 @@ def _(given):
         "surprise in nats",
         "curve",
         title=f"p = {p_given:g} costs {nats:.4g} nats, or {nats / math.log(2):.4g} bits",
+        x_range=(0, 1),
+        y_range=(0, 10),
     )
     return nats, p_given
 
@@ -271,6 +274,8 @@ def _(truth):
         "average cost",
         "cost",
         title=f"Three costs of a forecast where it rains on {y_rain:.0%} of the days",
+        x_range=(0, 1),
+        y_range=(0, 2.5),
     )
     return both, forecasts, on_average, y_rain, y_two
 
@@ -547,6 +552,7 @@ def _(draw, fit, judge, rare_weight):
                 "measure",
                 "share",
                 title=f"10,000 people, 5% of them ill, weight {w}",
+                y_range=(0, 1),
             ),
             claim(
                 "TR-04",
@@ -718,6 +724,12 @@ def _():
         r"training loss by being surer than it should: then a low loss does not mean true probabilities. A probability of exactly 0 makes the loss infinite "
         r"as soon as the event happens. And the slope $p - y$ holds for softmax followed by the logarithm; with another map or another cost it is another formula."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l05_cross_entropy")
     return
 
 

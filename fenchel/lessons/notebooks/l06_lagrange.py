@@ -30,6 +30,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -79,7 +80,8 @@ def _():
     $$f(x, y) = (x - 2)^2 + 2 (y - 2)^2$$
 
     metres below it. A fence runs where $x + y = 1$, and you have to stay on it. How close to the
-    summit can you get? Walk. *Slope along* says how fast you climb per metre of fence, *slope
+    summit can you get? Walk. On the map, each ring is a line of equal height, and the arrow shows where the
+    hill rises most steeply. *Slope along* says how fast you climb per metre of fence, *slope
     across* how fast you would climb if the fence were not there.
     """)
     return
@@ -118,14 +120,38 @@ def _(depth, place, slopes, walk):
     here = place(walk.value)
     along, across = slopes(here)
     steps = [-1.5 + 0.125 * i for i in range(25)]
+    _circle = torch.linspace(0, 2 * torch.pi, 73, dtype=torch.float64)
+    _uphill = -jacobian(depth, here)
+    _ways = {
+        "the fence": [place(-2.0), place(3.0)],
+        "uphill": [here, here + _uphill / _uphill.norm()],
+    }
+    for _below in (1, 6, 15):
+        _ring = torch.stack([_circle.cos(), _circle.sin() / 2**0.5], -1) * _below**0.5 + 2.0
+        _ways[f"{_below} m below the summit"] = list(_ring)
     mo.vstack(
         [
+            line_chart(
+                [
+                    {"x": each[0].item(), "y": each[1].item(), "line": name}
+                    for name, points in _ways.items()
+                    for each in points
+                ],
+                "x",
+                "y",
+                "line",
+                title="The map: the fence, the summit at (2, 2) and you",
+                x_range=(-2, 4.5),
+                y_range=(-2, 4.5),
+                here=[{"x": here[0].item(), "y": here[1].item()}],
+                square=True,
+            ),
             line_chart(
                 [
                     {"x on the fence": x, "value": v, "what": name}
                     for x in steps
                     for name, v in (
-                        ("metres below the summit", depth(place(x)).item()),
+                        ("height in metres; the summit is at 0", -depth(place(x)).item()),
                         ("slope along the fence", slopes(place(x))[0]),
                     )
                 ],
@@ -133,6 +159,9 @@ def _(depth, place, slopes, walk):
                 "value",
                 "what",
                 title="The way along the fence",
+                here=[
+                    {"x on the fence": walk.value, "value": v} for v in (-depth(here).item(), along)
+                ],
             ),
             table(
                 [
@@ -354,6 +383,8 @@ def _(bound, depth):
                 "metres below the summit",
                 "what",
                 title="The dual function",
+                y_range=(-16, 12),
+                here=[{"price mu": push, "metres below the summit": lowest}],
             ),
             claim(
                 "SM-31",
@@ -664,6 +695,7 @@ def _(lowered):
                 "weight",
                 "map",
                 title="Weights; the table shows the pushes too",
+                y_range=(0, 1),
             ),
             claim(
                 "SM-19",
@@ -845,6 +877,12 @@ def _():
         r"saddles and at merely local tops, and the dual function may stay below the answer for good: the gap is then not 0. "
         r"Training a network is such a landscape; the choice of weights *inside* it, by softmax or sparsemax, is not."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l06_lagrange")
     return
 
 

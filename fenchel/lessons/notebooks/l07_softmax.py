@@ -20,6 +20,8 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
+        footer,
         header,
         line_chart,
         no_run,
@@ -106,6 +108,7 @@ def _(temperature, third):
         "restaurant",
         "share",
         title="Shares of the evenings",
+        y_range=(0, 1),
     )
     return T, entropy, p, z
 
@@ -152,8 +155,11 @@ def _(T, entropy, p, z):
 @app.cell
 def _():
     mo.md(r"""
-    Try to do better: every other division of the evenings earns less. Below, a thousand random
-    divisions compete with softmax, each with its points and its variety.
+    Try to do better: every other division of the evenings earns less. Below, each grey dot is one of a
+    thousand random divisions: the further right, the more variety; the higher, the more points. The
+    curve is softmax at every temperature, and it is the edge: no dot lies beyond it. All divisions on the
+    dashed line have the same total as yours. It falls by $T$ points per unit of variety, and it touches
+    the edge where your softmax is.
     """)
     return
 
@@ -171,14 +177,45 @@ def _(T, p, z):
         1000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
     excess = (guesses * rivals).sum(-1) - torch.logsumexp(guesses, -1) - cost
+    edge = [
+        (-torch.xlogy(w, w).sum().item(), (w @ z).item())
+        for w in (fenchel.Softmax(b.item()).weights(z) for b in torch.logspace(1.7, -2, 60))
+    ]
+    _best = fenchel.Softmax(beta=1 / T).value(z).item()
     mo.vstack(
         [
+            line_chart(
+                [
+                    {"variety (entropy)": h, "points (average score)": s, "line": name}
+                    for name, line in (
+                        ("softmax at every temperature", edge),
+                        ("the same total as yours", [(0.0, _best), (1.1, _best - 1.1 * T)]),
+                    )
+                    for h, s in line
+                ],
+                "variety (entropy)",
+                "points (average score)",
+                "line",
+                title="Points against variety",
+                x_range=(0, 1.15),
+                y_range=(z.min().item() - 0.1, z.max().item() + 0.5),
+                here=[
+                    {
+                        "variety (entropy)": -torch.xlogy(p, p).sum().item(),
+                        "points (average score)": (p @ z).item(),
+                    }
+                ],
+                cloud=[
+                    {"variety (entropy)": h, "points (average score)": s}
+                    for h, s in zip((-cost).tolist(), (rivals @ z).tolist(), strict=True)
+                ],
+            ),
             claim(
                 "SM-22 SM-23",
                 f"The best of 1,000 random divisions stays {lost.min().item():.4f} below softmax; "
                 r"no $q$ exceeds it: $\mathrm{lse}_\beta(z) + T\,\Omega(q) \ge \langle z, q \rangle$, the "
                 r"inequality of Fenchel and Young. Here $\langle z, q \rangle = \sum_i q_i z_i$ is the average score and "
-                r"$\Omega(q) = \sum_i q_i \log q_i$ minus the entropy.",
+                r"$\Omega(q) = \sum_i q_i \log q_i$ is the entropy with its sign reversed.",
                 (lost >= -1e-12).all(),
             ),
             claim(
@@ -258,7 +295,7 @@ def _():
             ),
             claim(
                 "SM-08",
-                "Scores themselves are no shares: 2, -1, 0.5 has a negative entry and sums to 1.5. "
+                "Scores are not shares: of 2, -1 and 0.5 one is negative, and they sum to 1.5. "
                 f"Softmax maps any scores to a distribution, these to {', '.join(f'{w:.3f}' for w in tamed.tolist())}.",
                 (raw < 0).any()
                 and raw.sum() == 1.5
@@ -339,7 +376,7 @@ def _(z):
     mo.vstack(
         [
             claim(
-                "DV-12 DV-13 DV-30",
+                "DV-12 DV-13 DV-30 PD-08",
                 r"Automatic differentiation gives $p_i(1 - p_i)$ on the diagonal and $-p_i p_j$ beside it.",
                 torch.allclose(J, formula, atol=1e-12),
             ),
@@ -353,21 +390,23 @@ def _(z):
                 r"$J g = p * (g - \langle p, g \rangle)$, where $*$ multiplies entry by entry: the product needs no matrix.",
                 torch.allclose(fenchel.Softmax().jacobian_product(q, g), formula @ g, atol=1e-12),
             ),
-            claim(
-                "DV-14 DV-15",
-                r"The gradient of $\mathrm{lse}_\beta$ is softmax of $\beta z$; its second derivative is "
-                r"$\beta (\mathrm{diag}(p) - p p^\top)$, which has no negative eigenvalue: in no direction does $\mathrm{lse}_\beta$ bend "
-                r"downwards.",
-                torch.allclose(gradient, sharp)
-                and torch.allclose(hessian, 4 * (torch.diag(sharp) - torch.outer(sharp, sharp)))
-                and torch.linalg.eigvalsh(hessian).min() > -1e-12,
-            ),
-            claim(
-                "DV-25",
-                r"At equal scores each of $n$ shares is $1/n$ and $J = \frac1n I - \frac1{n^2} \mathbf{1}\mathbf{1}^\top$.",
-                torch.allclose(uniform, uniform.new_full((5,), 0.2))
-                and torch.allclose(
-                    at_zero, torch.eye(5, dtype=torch.float64) / 5 - ones / 25, atol=1e-12
+            details(
+                claim(
+                    "DV-14 DV-15",
+                    r"The gradient of $\mathrm{lse}_\beta$ is softmax of $\beta z$; its second derivative is "
+                    r"$\beta (\mathrm{diag}(p) - p p^\top)$, which has no negative eigenvalue: in no direction does $\mathrm{lse}_\beta$ bend "
+                    r"downwards.",
+                    torch.allclose(gradient, sharp)
+                    and torch.allclose(hessian, 4 * (torch.diag(sharp) - torch.outer(sharp, sharp)))
+                    and torch.linalg.eigvalsh(hessian).min() > -1e-12,
+                ),
+                claim(
+                    "DV-25",
+                    r"At equal scores each of $n$ shares is $1/n$ and $J = \frac1n I - \frac1{n^2} \mathbf{1}\mathbf{1}^\top$.",
+                    torch.allclose(uniform, uniform.new_full((5,), 0.2))
+                    and torch.allclose(
+                        at_zero, torch.eye(5, dtype=torch.float64) / 5 - ones / 25, atol=1e-12
+                    ),
                 ),
             ),
         ]
@@ -402,7 +441,19 @@ def _(beta):
     mo.vstack(
         [
             mo.md(
-                "How strong can the reaction be? Never more than $\\beta / 2$ per unit of score."
+                "How strong can the reaction be? Never more than $\\beta / 2$ per unit of score. With two "
+                "alternatives it is strongest where their scores are equal, and the steeper the larger $\\beta$ is:"
+            ),
+            line_chart(
+                [
+                    {"score of A minus score of B": lead, "weight of A": w}
+                    for lead in (0.1 * i for i in range(-40, 41))
+                    for w in [softmax.weights(torch.tensor([lead, 0.0]))[0].item()]
+                ],
+                "score of A minus score of B",
+                "weight of A",
+                title=f"Two alternatives, β = {beta.value:g}",
+                y_range=(0, 1),
             ),
             claim(
                 "LP-04 LP-05",
@@ -586,6 +637,12 @@ def _():
         r"constraints $p_i \ge 0$ become active. And $\beta/2$ bounds the reaction to *scores*; in attention the "
         r"scores themselves are products of tokens, and no single bound holds for all inputs (lesson 12)."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l07_softmax")
     return
 
 

@@ -22,6 +22,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         heat_chart,
         line_chart,
@@ -133,6 +134,7 @@ def _(entmax, exponent, names, steepness, z):
                 "alternative",
                 "weight",
                 title=f"Weights; {int(on.sum())} of 6 in the support",
+                y_range=(0, 1),
             ),
             claim(
                 "SM-26",
@@ -261,6 +263,7 @@ def _(choice, exponent, names, p, steepness, z):
             heat_chart(
                 J,
                 title="How each weight follows each score",
+                of="slope",
                 rows=names,
                 columns=names,
                 axes=("weight of", "score of"),
@@ -405,6 +408,7 @@ def _(cap, names, z):
                 "weight",
                 "map",
                 title="Softmax and capped, scores doubled",
+                y_range=(0, 1),
             ),
             claim(
                 "SM-33 SM-26",
@@ -809,6 +813,12 @@ def _():
         r"Scores lie exactly there with probability 0, and training is hardly disturbed. Worse is an alternative that starts deep below the sea: it gets no gradient at all, and "
         r"stays where it is unless the others move. Softmax always leaves a small signal."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l09_sparse_choice")
     return
 
 

@@ -29,6 +29,8 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
+        footer,
         header,
         heat_chart,
         line_chart,
@@ -137,26 +139,24 @@ def _(kitchen, outdoors):
     _by_hand = sum(
         math.exp(s) / _sum * v for s, (v,) in zip(_scores, minutes.tolist(), strict=True)
     )
+    _books = [
+        {
+            "book": b,
+            "key (kitchens, outdoors)": f"({k[0]:g}, {k[1]:g})",
+            "score": s,
+            "share": w,
+            "value (minutes)": v,
+        }
+        for b, k, s, w, (v,) in zip(
+            books, labels.tolist(), _scores, shares[0].tolist(), minutes.tolist(), strict=True
+        )
+    ]
     _cook, _climb = (ask(matrix([q]))[0].item() for q in ([3.0, 0.0], [0.0, 3.0]))
     mo.vstack(
         [
             mo.md(f"**Your answer: {blend.item():.2f} minutes.**"),
-            bar_chart(
-                [
-                    {"book": b, "label": str(k), "score": s, "share": w, "minutes": v}
-                    for b, k, s, w, (v,) in zip(
-                        books,
-                        labels.tolist(),
-                        _scores,
-                        shares[0].tolist(),
-                        minutes.tolist(),
-                        strict=True,
-                    )
-                ],
-                "book",
-                "share",
-                title="Shares of the books",
-            ),
+            table(_books),
+            bar_chart(_books, "book", "share", title="Shares of the books", y_range=(0, 1)),
             claim(
                 "AT-01 AT-02 AT-03",
                 f"Worked out number by number, scores, shares and average give {_by_hand:.4f} minutes, "
@@ -222,6 +222,8 @@ def _(sentence):
                 rows=words,
                 columns=words,
                 axes=("query", "key"),
+                of="weight",
+                of_range=(0, 1),
             ),
             mo.md(f"*bank* leaves as **water {_out[-1, 0]:.2f}, money {_out[-1, 1]:.2f}**."),
             claim(
@@ -360,19 +362,21 @@ def _(visible):
                 and _digits(_plain.outputs, [[1.360, 0.640, 0.360], [1.5, 0.5, 0.5]]),
             ),
             claim(
-                "E17 E18 E19",
-                f"Round once, at the end. The first weight is {_plain.weights[0, 0]:.5f}: rounded 0.360, cut off 0.359. "
-                f"Rounding early errs too: $e^{{1.155}}$ = {math.exp(1.155):.3f}, but the exact score gives "
-                f"{_e[0, 1]:.3f}; the second row of exponentials sums to {_e[1].sum():.4f}, so 3.563.",
-                f"{_plain.weights[0, 0]:.5f}" == "0.35954"
-                and f"{math.exp(1.155):.3f}" == "3.174"
-                and f"{_e[0, 1]:.3f}" == "3.173"
-                and f"{_e[1].sum():.4f}" == "3.5626",
-            ),
-            claim(
                 "AT-40 AT-21 AT-22",
                 "With the causal mask token 0 keeps its own value, [2 0 1]; token 1 stays at [1.5 0.5 0.5].",
                 _digits(_masked.outputs, [[2.0, 0.0, 1.0], [1.5, 0.5, 0.5]]),
+            ),
+            details(
+                claim(
+                    "E17 E18 E19",
+                    f"Round once, at the end. The first weight is {_plain.weights[0, 0]:.5f}: rounded 0.360, truncated 0.359. "
+                    f"Rounding early errs too: $e^{{1.155}}$ = {math.exp(1.155):.3f}, but the exact score gives "
+                    f"{_e[0, 1]:.3f}; the second row of exponentials sums to {_e[1].sum():.4f}, so 3.563.",
+                    f"{_plain.weights[0, 0]:.5f}" == "0.35954"
+                    and f"{math.exp(1.155):.3f}" == "3.174"
+                    and f"{_e[0, 1]:.3f}" == "3.173"
+                    and f"{_e[1].sum():.4f}" == "3.5626",
+                ),
             ),
         ]
     )
@@ -442,6 +446,7 @@ def _(d_k, first_row, measured):
                 "weight",
                 "scores",
                 title=f"The eight largest of 64 weights at width {d_k.value}",
+                y_range=(0, 1),
             ),
             mo.md(
                 f"Unscaled, the largest weight is on average **{_here['unscaled']['largest weight']:.2f}** "
@@ -560,7 +565,7 @@ def _():
     ## One knob, many names
 
     The factor in front of the scores has many names: $1/\sqrt{d_k}$, inverse temperature $\beta$, $1/T$, $1/\tau$,
-    $\lambda$. They are one knob. Two places that both turn it, turn it twice, and no error is raised. Choose a
+    $\lambda$. They are one knob. If two places in the code both turn it, it is turned twice, and no error is raised. Choose a
     mistake; the detector reads the numbers and the weights.
     """)
     return
@@ -776,6 +781,8 @@ def _(rule, rules):
             heat_chart(
                 _p,
                 title=f"Weights of six tokens, {rule.value}",
+                of="weight",
+                of_range=(0, 1),
                 axes=("query", "key"),
             ),
             claim(
@@ -832,7 +839,7 @@ def _():
             ),
             claim(
                 "AT-26",
-                "Multiplying does not hide. A score times 0 is 0, and $e^0 = 1$ is a weight like others: up to "
+                "Multiplying by 0 does not hide a key. A score times 0 is 0, and $e^0 = 1$ is a weight like others: up to "
                 f"{_scores_times[_keep.expand_as(_z) == 0].max():.2f} here. A weight times 0 is gone, and the rest no longer "
                 f"sums to 1: down to {_weights_times.sum(-1).min():.2f}.",
                 (_scores_times[_keep.expand_as(_z) == 0] > 0).all()
@@ -1155,6 +1162,7 @@ def _(beta):
                 "score of the entry",
                 "weight",
                 title=f"Weights at β = {beta.value:g}",
+                y_range=(0, 1),
             ),
             claim(
                 "AT-36 E44",
@@ -1218,7 +1226,10 @@ def _(depth):
     mo.vstack(
         [
             heat_chart(
-                moved, title="How far each input can move each output", axes=("output", "input")
+                moved,
+                title="How far each input can move each output",
+                of="size of the derivative",
+                axes=("output", "input"),
             ),
             claim(
                 "AT-12",
@@ -1259,8 +1270,7 @@ def _(W_K, W_Q, W_V, X):
             ),
             claim(
                 "DV-22 E82",
-                r"Each gradient has the shape of its table: $G_V$ that of $V$, and so on. (Two meanings of a word: $1/\sqrt{d_k}$ "
-                "*scales* scores. *Scaling laws*, lesson 20, are about loss against compute, a different matter.)",
+                r"Each gradient has the shape of its table: $G_V$ that of $V$, and so on.",
                 all(
                     g.shape == t.shape and torch.allclose(g, a, atol=1e-10)
                     for g, t, a in zip(_back, (X, W_Q, W_K, W_V), _auto, strict=True)
@@ -1368,6 +1378,8 @@ def _(run_path):
             heat_chart(
                 maps[-1, 0],
                 title="Weights of the first head of your last layer",
+                of="weight",
+                of_range=(0, 1),
                 rows=_tokens,
                 columns=_tokens,
                 axes=("query", "key"),
@@ -1394,6 +1406,12 @@ def _():
         "exchange of tokens ends with the first mask or position. And a large weight is not an explanation: it says what was mixed in, "
         "not what the later layers made of it."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l10_attention")
     return
 
 

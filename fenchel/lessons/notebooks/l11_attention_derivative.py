@@ -24,9 +24,11 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
+        number,
         proof,
         question,
         run_picker,
@@ -378,7 +380,7 @@ def _(K2, Q2, V2, by_hand):
             claim(
                 "DV-19 E20",
                 f"Check the example with a calculator. $G_V$ = [0.360 0.5 0.360; 0.640 0.5 0.640]: the first weight is "
-                f"{_x['G_V'][0, 0]:.5f}, which rounds to 0.360; 0.359 would be cut off, not rounded.",
+                f"{_x['G_V'][0, 0]:.5f}, which rounds to 0.360.",
                 _digits("G_V", 3) == [[0.360, 0.5, 0.360], [0.640, 0.5, 0.640]]
                 and f"{_x['G_V'][0, 0]:.4f} {_x['G_V'][1, 0]:.4f}" == "0.3595 0.6405",
             ),
@@ -488,13 +490,14 @@ def _(errors_by_step, step):
     mo.vstack(
         [
             mo.md(
-                f"At $h$ = {step.value:g} the worst of the 37 slopes is off by **{errors_by_step[step.value]:.1e}**."
+                f"At $h$ = {number(step.value)} the worst of the 37 slopes is off by **{number(errors_by_step[step.value], 2)}**."
             ),
             line_chart(
                 [{"step h": h, "largest error": e} for h, e in errors_by_step.items()],
                 "step h",
                 "largest error",
                 title="Error of finite differences against the step",
+                here=[{"step h": step.value, "largest error": errors_by_step[step.value]}],
                 log_x=True,
                 log_y=True,
                 points=True,
@@ -937,6 +940,12 @@ def _():
         "sparse weights that just become zero) the slope from the left is not that from the right, and the line of slope 2 bends. And it says nothing about how "
         "large slopes can get: in attention the rows of $G_S$ are multiplied by keys and queries, which have no largest size. That is the next lesson."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l11_attention_derivative")
     return
 
 

@@ -22,6 +22,8 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
+        footer,
         header,
         line_chart,
         no_run,
@@ -83,7 +85,7 @@ def _():
 
 @app.cell
 def _():
-    limit = mo.ui.slider(0.5, 1.5, step=0.1, value=0.9, label="Speed limit $L$", show_value=True)
+    limit = mo.ui.slider(0.5, 1.5, step=0.1, value=1.3, label="Speed limit $L$", show_value=True)
     tip = mo.ui.slider(-3.0, 3.0, step=0.5, value=0.0, label="Tip $x_0$", show_value=True)
     mo.vstack([limit, tip])
     return limit, tip
@@ -108,7 +110,16 @@ def _(limit, tip):
     mo.vstack(
         [
             mo.md(f"**{seen.violations} of 600** points lie outside."),
-            line_chart(cone_rows, "x", "y", "line", title="The sine and the double cone"),
+            line_chart(
+                cone_rows,
+                "x",
+                "y",
+                "line",
+                title="The sine and the double cone",
+                x_range=(-4.8, 4.8),
+                y_range=(-4, 4),
+                here=[{"x": seen.x0.item(), "y": seen.y0.item()}],
+            ),
         ]
     )
     return cone_rows, seen
@@ -138,15 +149,17 @@ def _(cone_rows, seen):
                 f"{narrow.violations}.",
                 wide.violations == 0 and narrow.violations == 100 and len(wide.x) == 600,
             ),
-            claim(
-                "LP-02 E06",
-                f"The 600 points do not contain 0: the nearest lies {blunt.item():.5f} away. A cone drawn "
-                "through them would have a blunt tip, so the drawing inserts the tip as a further point. "
-                "`python -m fenchel.lessons.figures` writes it as `lipschitz_double_cone.svg`.",
-                round(blunt.item(), 5) == 0.00787
-                and blunt > 0
-                and sharp
-                and abs(_x[-1].item() - 4.712389) < 1e-6,
+            details(
+                claim(
+                    "LP-02 E06",
+                    f"The 600 points do not contain 0: the nearest lies {blunt.item():.5f} away. A cone drawn "
+                    "through them would have a blunt tip, so the drawing inserts the tip as a further point. "
+                    "`python -m fenchel.lessons.figures` writes it as `lipschitz_double_cone.svg`.",
+                    round(blunt.item(), 5) == 0.00787
+                    and blunt > 0
+                    and sharp
+                    and abs(_x[-1].item() - 4.712389) < 1e-6,
+                ),
             ),
             mo.md(
                 "The smallest speed limit of a smooth function is its steepest slope. For a function of many "
@@ -262,7 +275,7 @@ def _(length):
         return self_attention(pair, one, one, one, scale=1.0, backend="reference")[0, 0]
 
     t_now = torch.tensor(length.value, dtype=torch.float64)
-    near_zero = torch.linspace(-1, 1, 81, dtype=torch.float64)
+    near_zero = torch.linspace(-1, 1, 401, dtype=torch.float64) ** 3  # dense where it is steep
     outputs = torch.func.vmap(first_output, in_dims=(0, None))(near_zero, t_now)
     slope_at_zero = torch.func.grad(first_output)(torch.zeros((), dtype=torch.float64), t_now)
     move = 0.01 / t_now**2
@@ -279,6 +292,9 @@ def _(length):
                 "x",
                 "output",
                 title="Output of the first token against x",
+                x_range=(-1, 1),
+                y_range=(0, 100),
+                here=[{"x": 0.0, "output": t_now.item() / 2}],
             ),
             claim(
                 "LP-11",
@@ -918,6 +934,12 @@ def _():
         r"them they have a constant for the whole block, and it is far too large to be useful. What is useful is local: the "
         r"measured norm at a text, and a certificate in a ball around it."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l12_lipschitz")
     return
 
 

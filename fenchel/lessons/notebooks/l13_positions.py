@@ -35,6 +35,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -387,6 +388,7 @@ def _(key_at, query_at):
                 "position of the key",
                 "score",
                 title=f"q . k with the query at position {_m}",
+                here=[{"position of the key": _n, "score": _here}],
             ),
             table(
                 [
@@ -538,6 +540,7 @@ def _(head):
                 "distance",
                 "weight",
                 title="Weights of ALiBi where all scores are equal",
+                y_range=(0, 0.45),
             ),
             claim(
                 "PO-14 PO-15",
@@ -1141,6 +1144,12 @@ def _():
         "$m - n$ alone is a statement about one layer: above it the tokens have already seen their neighbours, and with a "
         "causal mask the first tokens of a text have fewer of them."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l13_positions")
     return
 
 

@@ -25,6 +25,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -231,21 +232,28 @@ def circle(layers, step):
 def _(depth):
     _L = depth.value
     _short, _long = circle(_L, 1 / _L), circle(_L, 1.0)
+    _turn = torch.linspace(0, 2 * math.pi, 121)
     _end = torch.tensor([0.0, 1.0], dtype=torch.float64)
     mo.vstack(
         [
             line_chart(
                 [
-                    {"layer": _l, "distance from the centre": x, "step": _name}
-                    for _name, _path in (("1 / L", _short), ("1", _long))
-                    for _l, x in enumerate(_path.norm(dim=-1).tolist())
+                    {"first entry": x, "second entry": y, "line": _name}
+                    for _name, _path in (
+                        ("layers with step 1 / L", _short),
+                        ("layers with step 1", _long),
+                        ("the circle", torch.stack([_turn.cos(), _turn.sin()], -1)),
+                    )
+                    for x, y in _path.tolist()
                 ],
-                "layer",
-                "distance from the centre",
-                "step",
-                title=f"A circle by {_L} residual layers",
-                log_y=True,
-                points=True,
+                "first entry",
+                "second entry",
+                "line",
+                title=f"A quarter of a circle by {_L} residual layers",
+                x_range=(-2, 2),
+                y_range=(-2, 2),
+                here=[{"first entry": x, "second entry": y} for x, y in _short.tolist()],
+                square=True,
             ),
             table(
                 [
@@ -691,7 +699,7 @@ def _():
 
     $$\mathrm{FFN}(x) = \mathrm{GELU}(x W_1 + b_1)\, W_2 + b_2 .$$
 
-    The rule decides what bends. *ReLU* is a switch: $\max(0, x)$. *GELU* is a lottery in the mean: keep $x$ with
+    The rule decides what bends. *ReLU* is a switch: $\max(0, x)$. *GELU* is the average of a lottery: keep $x$ with
     probability $\Phi(x)$, else put 0. $\Phi(x)$ is the share of a bell curve (mean 0, spread 1) to the left of $x$.
     On average $x\,\Phi(x)$ is left. *Sigmoid*, $1/(1 + e^{-x})$, maps to numbers between 0 and 1.
     """)
@@ -722,6 +730,7 @@ def _(at):
                 "value",
                 "rule",
                 title="Three rules",
+                here=[{"x": at.value, "value": _rule(_x).item()} for _rule in _rules.values()],
             ),
             table(
                 [
@@ -958,6 +967,7 @@ def _(chance):
         "weights dropped of 4",
         "sum of the row",
         title=f"Four equal weights under dropout {_p:g}: what a row sums to",
+        y_range=(0, 2),
     )
     return
 
@@ -1449,6 +1459,12 @@ def _():
         "assumes that notes are unrelated to the stream: notes that point along it grow faster, notes against it erase. "
         "And a deep pre-norm stack has its own cost: late notes are small beside a large stream, so late layers change little."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l14_blocks")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -305,6 +306,7 @@ def _(mistake):
                 "rank of the key",
                 "mean weight",
                 title=f"Weights of the best 12 of 32 keys: {mistake.value}",
+                y_range=(0, 1),
             ),
             mo.md(f"The detector says: *{_sentence or 'nothing, the scale is right'}*"),
             claim(
@@ -430,6 +432,7 @@ def _(weight):
                 "rule",
                 title="What a gradient loses: 1 is all of it",
                 log_x=True,
+                here=[{"gradient": g}],
             ),
             table([{"gradient": g} | survivors]),
             claim(
@@ -587,6 +590,10 @@ def _(cut, errors):
                 "rule",
                 title="Error of the gradient of a small transformer",
                 points=True,
+                here=[
+                    {"sequences in the first part": cut.value, "relative error": e}
+                    for e in (_right, _wrong)
+                ],
             ),
             claim(
                 "E74 OP-16",
@@ -811,6 +818,12 @@ def _():
         r"is why large models cap or normalise their scores. Loss scaling protects against underflow and makes overflow likelier, hence the factor that adapts. And accumulation equals a "
         r"large batch only for layers that treat each sequence by itself: batch normalisation sees smaller batches."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l15_numerics")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -153,6 +154,8 @@ def _(noise, size):
                 "mean step in units of the rate",
                 "line",
                 title=f"Gradients of size {size.value:g} with noise {noise.value:g}: mean step {mean_step:.3f}",
+                y_range=(0, 1.1),
+                here=[{"noise": noise.value, "mean step in units of the rate": mean_step}],
             ),
             claim(
                 "OP-11 E68",
@@ -259,6 +262,7 @@ def _(share):
                 "rate over its peak",
                 "schedule",
                 title=f"Four schedules with {_w} steps of warm-up",
+                y_range=(0, 1.05),
             ),
             claim(
                 "OP-17 OP-18 OP-19 OP-22",
@@ -398,6 +402,31 @@ def _(limit):
         _fails = True
     mo.vstack(
         [
+            line_chart(
+                [
+                    {"first entry": x, "last entry": y, "line": name}
+                    for name, line in (
+                        ("after clipping", [(0.0, 0.0), (_after[0].item(), _after[2].item())]),
+                        ("before", [(0.0, 0.0), (_before[0].item(), _before[2].item())]),
+                        (
+                            f"length {limit.value:g}",
+                            [
+                                (limit.value * math.cos(t / 20), -limit.value * math.sin(t / 20))
+                                for t in range(32)
+                            ],
+                        ),
+                    )
+                    for x, y in line
+                ],
+                "first entry",
+                "last entry",
+                "line",
+                title="The gradient as an arrow, before and after",
+                x_range=(-5, 50),
+                y_range=(-50, 5),
+                here=[{"first entry": _after[0].item(), "last entry": _after[2].item()}],
+                square=True,
+            ),
             table(
                 [
                     {"parameter": name, "before": b, "after": a}
@@ -916,6 +945,12 @@ def _():
         r"different matter, since $v$ remembers a thousand steps and lags behind. And no schedule is best in general: the right warm-up and the right end depend on "
         r"the model, the batch and the number of steps."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l16_optimisers")
     return
 
 

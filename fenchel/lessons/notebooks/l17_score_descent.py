@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -70,6 +71,11 @@ def _(guess):
 @app.cell
 def _():
     mo.md(r"""
+    This lesson is research: no later lesson needs it. A step that is steepest in the scores is easy to write down, and
+    three questions about it had been left open. When may the product of the two small changes, of queries and of
+    keys, be dropped? How far can the predicted decrease be trusted? And is the rule for the length of the step circular? All
+    three are answered below.
+
     ## Knobs and loudness
 
     A mixing desk has two knobs. One degree of the first changes the loudness of the singer by 10, one
@@ -277,6 +283,7 @@ def _(problem, spread_W, spread_X, with_condition):
                 "step",
                 "share of the best descent",
                 title="Predicted descent at the same change of the scores",
+                y_range=(0, 1),
             ),
             claim(
                 "SD-18",
@@ -399,7 +406,7 @@ def _(G, T, W_K, W_Q, X, raw_change, scores):
                 "SD-19 E93",
                 f"Of the {G.numel()} directions in the space of scores, {rank} are reachable: $k(2r - k)$ with $r = {_d}$ the *rank* of $X$ (how many of its columns are independent), "
                 f"$k = {_k}$. Over *all* $dS$ the best value would be $-\\gamma\\|G\\|$; the reachable share of it is "
-                f"{(reach.norm() / G.norm()).item():.2f}. Which set the minimum runs over must be said.",
+                f"{(reach.norm() / G.norm()).item():.2f}. So a best step must say over which set of changes it is the best.",
                 rank == _k * (2 * _d - _k) == score_bounds.reachable_rank(X, W_Q, W_K)
                 and reach.norm() < G.norm()
                 and torch.linalg.matrix_rank(Q @ K.T) <= _k,
@@ -519,8 +526,8 @@ def _(G, W_K, W_Q, X, raw_change, scores):
             mo.md(r"""
     ## How long is a step?
 
-    A direction is not yet a step. Stretch it by $\alpha$ so that the scores move by $\gamma$. Like a recipe that lists
-    its own result among the ingredients, it is easy to write a rule that uses the stretched step on both sides.
+    A direction is not yet a step. Stretch it by $\alpha$ so that the scores move by $\gamma$. The rule for $\alpha$ must not use the
+    stretched step itself, or it is like a recipe that lists its own result among the ingredients.
     """),
             claim(
                 "SD-12",
@@ -530,7 +537,7 @@ def _(G, W_K, W_Q, X, raw_change, scores):
             ),
             claim(
                 "E86 PD-23",
-                r"*Third question: is the rule circular?* With the *stretched* step below the line, $\alpha = \gamma/\|J(\alpha \Delta W)\|$ has the solution $\sqrt{\gamma/\|J(\Delta W)\|}$: the scores move by "
+                r"*Is the rule for the length circular?* (The third question of the top.) With the *stretched* step below the line, $\alpha = \gamma/\|J(\alpha \Delta W)\|$ has the solution $\sqrt{\gamma/\|J(\Delta W)\|}$: the scores move by "
                 f"{literal * full:.3f} instead of {_gamma:g}. Computing it again and again alternates between two values and never settles.",
                 abs(literal - _gamma / (literal * full)) < 1e-12
                 and abs(literal * full - (_gamma * full) ** 0.5) < 1e-12
@@ -607,7 +614,7 @@ def _(G, W_K, W_Q, X, dense, draw, scores):
             table(remainders),
             claim(
                 "E89 SD-05 PD-23",
-                "*First question: when may the product term be dropped?* Along a gauge move the linear part is "
+                "*When may the product term be dropped?* (The first question of the top.) Along a gauge move the linear part is "
                 f"{gauge_linear:.0e} and the product term {gauge_product:.1f}: there it is all there is. For a step without a gauge part it is "
                 r"at most $\|X\|_2^2\gamma^2/(2s^2)$, with $\|X\|_2$ the largest factor by which $X$ stretches an arrow and $s$ the smallest factor other than 0 by which a step of the weights becomes a change of the scores, so it vanishes faster than $\gamma$.",
                 gauge_linear < 1e-11
@@ -632,7 +639,7 @@ def _():
             mo.md(r"""
     ## How small must the step be?
 
-    A slope on a map is honest for a short walk. *Second question: how far may one trust $\langle G, dS\rangle$?* On a real
+    A slope on a map is honest for a short walk. *How far may one trust $\langle G, dS\rangle$?* (The second question of the top.) On a real
     loss, a regression through attention, compare the decrease that is predicted, $\gamma\,\|\Pi(G)\|$, with the one that happens.
     """),
             gamma_slider,
@@ -678,6 +685,10 @@ def _(gamma_slider, gammas, trust):
                 "true over predicted decrease",
                 "step",
                 title="True decrease over the best predicted one, medians of ten draws",
+                here=[
+                    {"gamma": gamma_slider.value, "true over predicted decrease": each[_at]}
+                    for each in medians.values()
+                ],
                 log_x=True,
                 points=True,
             ),
@@ -1052,6 +1063,12 @@ def _():
         r"and batches break it; the optimisers then use an approximate direction and measure the length. And steepest is a statement about one "
         r"batch: whitening by the inputs also amplifies directions with little signal, which is why `ScoreDescent` damps it."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l17_score_descent")
     return
 
 

@@ -47,6 +47,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
@@ -193,6 +194,7 @@ def _(all_merges, cut_bpe, lengths, merges):
                 "merges",
                 "pieces per word",
                 title=f"After {len(learned)} merges a word has {lengths[len(learned)]:.2f} pieces",
+                here=[{"merges": len(learned), "pieces per word": lengths[len(learned)]}],
             ),
         ]
     )
@@ -876,6 +878,8 @@ def _(bins, kind, logits, middle, temperature, truths):
         "share right",
         "line",
         title=f"Reliability on unseen words, T = {temperature.value:g}: ECE {ece:.3f}",
+        x_range=(0, 1),
+        y_range=(0, 1),
         points=True,
     )
     return diagram, ece, measured
@@ -1016,6 +1020,7 @@ def _(amount, logits, middle, smooth_logits, smooth_truths, truths):
                 "loss in nats",
                 "target",
                 title=f"The smoothed loss has its minimum {best.minimum:.4f} at the gap {best.gap:.3f}",
+                here=[{"logit gap": best.gap, "loss in nats": best.minimum}],
             ),
             claim(
                 "RG-07 E47",
@@ -1231,6 +1236,12 @@ def _():
         r"Bits per byte compare models on one text only, and with the same amount of context. A calibrated model need not be good: one that always states the base rates is calibrated and useless. A temperature fitted on one "
         r"text may not fit another. And the tokenizer is part of the model: with another one the same weights mean nothing."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l18_tokens_and_calibration")
     return
 
 

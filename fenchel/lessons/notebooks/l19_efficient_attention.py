@@ -26,6 +26,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         heat_chart,
         line_chart,
@@ -128,6 +129,11 @@ def _(length, width):
                 "operations",
                 "part",
                 title=f"Operations of attention, width {width.value}",
+                y_range=(1e5, 1e14),
+                here=[
+                    {"length n": length.value, "operations": cost}
+                    for cost in (here.projections, here.scores)
+                ],
                 log_x=True,
                 log_y=True,
             ),
@@ -260,6 +266,7 @@ def _(block, tiled):
                 "rows of a block",
                 "numbers moved",
                 title=f"Traffic, n = {n}, d = {d}",
+                here=f"{block.value}",
             ),
             claim(
                 "EF-04 EF-05 E56",
@@ -544,6 +551,7 @@ def _(cached_to):
                 "operations",
                 "version",
                 title="Operations for the next token",
+                here=[{"token n": _n, "operations": cost} for cost in (_with, _without)],
                 log_x=True,
                 log_y=True,
             ),
@@ -683,6 +691,7 @@ def _(groups):
                 "key heads",
                 "MiB per layer",
                 title="Cache of one layer",
+                here=f"{_G}",
             ),
             claim(
                 "EF-11 E54",
@@ -928,7 +937,7 @@ def _():
     mo.vstack(
         [
             mo.md(r"""
-    ## And: look at fewer keys
+    ## Looking at fewer keys
 
     A reader of a long contract looks at the last lines, and at the first page of every chapter. A
     *sparse pattern* says beforehand which pairs are scored; the others get no weight.
@@ -958,7 +967,9 @@ def _(pattern):
     _pairs = {name: [int(_open(name, n).sum()) for n in (256, 512)] for name in _priors}
     mo.vstack(
         [
-            heat_chart(_mask, title="1: the query scores the key", axes=("query", "key")),
+            heat_chart(
+                _mask, title="1: the query scores the key", of="scored", axes=("query", "key")
+            ),
             claim(
                 "EF-22",
                 f"{int(_mask.sum())} of {24 * 24} pairs are scored; the weights are 0 elsewhere and each row "
@@ -1144,6 +1155,12 @@ def _():
         r"keys that never change: a model that looks at later tokens, or a new adapter under a running text, "
         r"makes it wrong. And the count $8nd^2 + 4n^2d$ is of operations: on a machine that waits for memory, the version with fewer operations can be the slower one."
     )
+    return
+
+
+@app.cell
+def _():
+    footer("l19_efficient_attention")
     return
 
 

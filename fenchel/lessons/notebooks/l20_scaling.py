@@ -24,9 +24,11 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         line_chart,
         no_run,
+        number,
         proof,
         question,
         run_picker,
@@ -60,7 +62,7 @@ def _(guess):
         guess.value,
         "both",
         "A large model that has read little and a small one that has read much both stop early. In the "
-        "fit of Hoffmann et al. (2022) model and text grow by about the same factor.",
+        "fit of Hoffmann et al. (2022) the best model is then about 8 times as large, and its text about 12 times as long.",
     )
     return
 
@@ -126,14 +128,17 @@ def _(budget):
                 _rows,
                 "parameters N",
                 "loss",
-                title=f"Loss at C = {C:.0e} operations",
+                title=f"Loss at C = {number(C, 2)} operations",
                 log_x=True,
+                x_range=(1e5, 1e13),
+                y_range=(1.6, 6.5),
+                here=[{"parameters N": N_best, "loss": law(N_best, D_best)}],
             ),
             table(
                 [
                     {
-                        "best N": f"{N_best:.2e}",
-                        "its text D": f"{D_best:.2e}",
+                        "best N": number(N_best, 3),
+                        "its text D": number(D_best, 3),
                         "size term": A / N_best**alpha,
                         "text term": B / D_best**beta,
                         "loss": law(N_best, D_best),
@@ -142,7 +147,7 @@ def _(budget):
             ),
             claim(
                 "PD-12",
-                f"The lowest point of the curve is at {_found:.1e} parameters; the formula below says {N_best:.1e}. "
+                f"The lowest point of the curve is at {number(_found, 2)} parameters; the formula below says {number(N_best, 2)}. "
                 f"A hundred times the budget multiplies the best $N$ by {_hundred:.1f} and $D$ by "
                 f"{100 / _hundred:.1f}: both grow.",
                 abs(math.log10(_found / N_best)) <= 0.026
@@ -366,7 +371,7 @@ def _(N_list, by_size, marks, power):
             ),
             table(
                 [
-                    {"budget C": f"{C:.1e}", "best size": f"{N:,}", "gap": g}
+                    {"budget C": number(C, 2), "best size": f"{N:,}", "gap": g}
                     for C, (g, N) in zip(budgets, winners, strict=True)
                 ]
             ),
@@ -420,7 +425,8 @@ def _(rank):
         ],
         "width of a square matrix",
         "learnt numbers, percent",
-        title=f"r (I + O) of I O numbers, r = {rank.value}",
+        title=f"Numbers that an adapter of rank {rank.value} learns, of those in the matrix",
+        y_range=(0, 100),
     )
     return
 
@@ -559,12 +565,6 @@ def _(base, dialect, dialect_text, dialect_unseen, gap, predictions):
     )
     mo.vstack(
         [
-            line_chart(
-                [{"share of the memory": w, "gap in nats": g} for w, g in mixed.items()],
-                "share of the memory",
-                "gap in nats",
-                title="The dialect, without any training",
-            ),
             claim(
                 "PD-14 GE-12",
                 f"Among {len(keys):,} stored places the search is exact: one matrix product finds what comparing one by "
@@ -583,6 +583,14 @@ def _(from_memory, from_model, mixed, mixed_gap, share):
     _p = (1 - share.value) * from_model + share.value * from_memory
     mo.vstack(
         [
+            line_chart(
+                [{"share of the memory": w, "gap in nats": g} for w, g in mixed.items()],
+                "share of the memory",
+                "gap in nats",
+                title="The dialect, without any training",
+                x_range=(0, 1),
+                here=[{"share of the memory": share.value}],
+            ),
             mo.md(
                 f"At $\\lambda = {share.value:.2f}$ the gap is **{mixed_gap(share.value):.3f} nats**; "
                 f"the best share here is {_least:.2f}. The memory alone ($\\lambda = 1$) gives probability 0 to whatever it has "
@@ -640,6 +648,7 @@ def _(router_beta):
                 "expert",
                 "weight",
                 title="Weights of the router, experts 1 and 3 tied",
+                y_range=(0, 1),
             ),
             claim(
                 "PD-15 SM-40",
@@ -942,6 +951,12 @@ def _(P, endless, fit, small_model, unseen):
             # A short text is learnt by heart if training goes on; its best moment counts.
             by_text[-1][32 * _lines] = min(_gaps.values())
     return (by_text,)
+
+
+@app.cell
+def _():
+    footer("l20_scaling")
+    return
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        footer,
         header,
         heat_chart,
         line_chart,
@@ -56,9 +57,9 @@ def _():
 @app.cell
 def _():
     guess = question(
-        "A text goes in, a report about a trained model comes out. Text is the first stage, the report the last. "
-        "How many stages are there?",
-        ["4", "8", "20"],
+        "This page trains a small transformer while you read it, from random numbers. How long does it take until the "
+        "model finishes the sentence that begins with *she sells sea*?",
+        ["some seconds", "some minutes", "a night"],
     )
     guess
     return (guess,)
@@ -68,9 +69,9 @@ def _():
 def _(guess):
     answer(
         guess.value,
-        "8",
-        "Text, tokens, batches, model, loss, optimiser, run directory, report. Each is a package of the library, "
-        "and each takes what the one before gives.",
+        "some seconds",
+        "Sixty steps are enough, because the text has only one sentence to learn. The stages are those of the largest models: "
+        "text, tokens, batches, model, loss, optimiser, run directory, report.",
     )
     return
 
@@ -239,7 +240,12 @@ def _(depth, mixing):
     _layers = f"{depth.value} layer{'' if depth.value == 1 else 's'}"
     mo.vstack(
         [
-            heat_chart(_moves, title=f"Influence after {_layers}", axes=("output", "token")),
+            heat_chart(
+                _moves,
+                title=f"Influence after {_layers}",
+                of="size of the derivative",
+                axes=("output", "token"),
+            ),
             claim(
                 "AT-12",
                 f"After {_layers} the last row depends on {_reach[-1]} "
@@ -285,7 +291,10 @@ def _(corpus, files, metrics, outcome, report_size, result):
                 "Bits per byte are the loss in other units: nats per token, times tokens, over bytes and $\\log 2$.",
                 math.isclose(
                     result.bits_per_byte,
-                    result.loss * result.tokens / corpus.facts.validation_bytes / math.log(2),
+                    result.loss
+                    * result.tokens
+                    / corpus.predicted_bytes(validation=True)
+                    / math.log(2),
                     rel_tol=1e-6,
                 ),
             ),
@@ -340,19 +349,21 @@ def _(corpus, model, temperature):
         for _ in range(8):
             _greedy = torch.cat((_greedy, model(_greedy)[:, -1:].argmax(-1)), 1)
         _logits = model(_prompt)[0, -1]
-    _p = fenchel.Softmax(beta=1 / max(temperature.value, 0.01)).weights(_logits).topk(5)
+    _p = fenchel.Softmax(beta=1 / max(temperature.value, 0.01)).weights(_logits)
+    _pieces = {i: corpus.tokenizer.decode([i]) for i in _p.argsort(descending=True).tolist()}
+    _likely = [i for i, piece in _pieces.items() if piece.isprintable() and "\ufffd" not in piece][
+        :5
+    ]
     _written = corpus.tokenizer.decode(_greedy[0].tolist())
     mo.vstack(
         [
             mo.md(f"The model continues *she sells sea*:\n\n> {_text}"),
             bar_chart(
-                [
-                    {"token": f"{i}: {corpus.tokenizer.decode([i])}", "probability": w}
-                    for w, i in zip(_p.values.tolist(), _p.indices.tolist(), strict=True)
-                ],
+                [{"token": f"{i}: {_pieces[i]}", "probability": _p[i].item()} for i in _likely],
                 "token",
                 "probability",
-                title="The next token",
+                title="The next token, of those that can be printed",
+                y_range=(0, 1),
             ),
             claim(
                 "EF-23",
@@ -451,11 +462,12 @@ def _():
     mo.vstack(
         [
             mo.md("## How the lessons hang together"),
-            table(
-                [
-                    {"idea": idea, "lesson": _place[name], "title": COURSE[_place[name] - 1].title}
+            mo.md(
+                "| idea | lesson |\n| --- | --- |\n"
+                + "\n".join(
+                    f"| {idea} | [{_place[name]}. {COURSE[_place[name] - 1].title}](../{name}/) |"
                     for idea, name in _chain
-                ]
+                )
             ),
             claim(
                 "PD-05",
@@ -525,7 +537,8 @@ def _(exercise, form):
 
 @app.cell
 def _(exercise):
-    claim(
+    # Evaluated and not shown: it is about the page.
+    _ = claim(
         "PD-25",
         "Every lesson ends with such a task, and the page marks it by running it: the code above as it stands is refused with a hint, "
         "a right one is accepted.",
@@ -645,7 +658,7 @@ def _(batches, config, corpus, folder):
         config=TrainConfig(steps=60, log_every=5),
         seed=0,
     )
-    _size = corpus.facts.validation_bytes
+    _size = corpus.predicted_bytes(validation=True)
     _loop = Loop(
         _stepper,
         steps=60,
@@ -695,6 +708,12 @@ def _():
 
     mixing = [influence(jacobian(_after(layers), _X)) for layers in range(4)]
     return (mixing,)
+
+
+@app.cell
+def _():
+    footer("l21_whole_flow")
+    return
 
 
 if __name__ == "__main__":
