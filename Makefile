@@ -34,6 +34,7 @@ fuzz: $(VENV)/.dev
 # The site of the documentation, into site/; site/index.html opens without a server.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open site/index.html in a browser."
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,7 @@ $(VENV)/.dev: $(VENV)/.demo
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.demo
+	@echo "Installing the tools of the documentation into $(VENV), once."
 	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 

@@ -60,11 +60,11 @@ def api(package: str) -> str:
     """The page of a package: its docstring, then each of its modules with the public names."""
     tree = ast.parse((ROOT / Path(*package.split(".")) / "__init__.py").read_text())
     public: dict[str, list[str]] = {}  # module to names; none for a module that is public itself
-    for node in tree.body:
+    for node in ast.walk(tree):  # names that are loaded at their first use stand under an if
         if isinstance(node, ast.ImportFrom) and node.module == package:
             public.update({f"{package}.{alias.name}": [] for alias in node.names})
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            public.setdefault(node.module, [alias.name for alias in node.names])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fenchel."):
+            public.setdefault(node.module or "", []).extend(alias.name for alias in node.names)
     page = [f"# {package}", "", ast.get_docstring(tree) or ""]
     for module, names in public.items():
         if module not in packages() and max(filter(module.startswith, packages())) == package:

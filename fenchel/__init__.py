@@ -13,8 +13,7 @@ Each is imported at its first use, so that ``import fenchel`` takes no time and 
     <function norm_layer at ...>
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -34,13 +33,18 @@ if TYPE_CHECKING:
     from fenchel import pipeline as pipeline
     from fenchel import report as report
     from fenchel import sensitivity as sensitivity
+    from fenchel import steering as steering
     from fenchel import train as train
     from fenchel.attention import ALiBi as ALiBi
     from fenchel.attention import AttentionSpec as AttentionSpec
     from fenchel.attention import Causal as Causal
     from fenchel.attention import Dense as Dense
+    from fenchel.attention import Global as Global
     from fenchel.attention import Padding as Padding
+    from fenchel.attention import Prior as Prior
     from fenchel.attention import RelativeBias as RelativeBias
+    from fenchel.attention import Segments as Segments
+    from fenchel.attention import Sink as Sink
     from fenchel.attention import Window as Window
     from fenchel.attention import attend as attend
     from fenchel.attention import attend_jvp as attend_jvp
@@ -74,8 +78,12 @@ _PACKAGE_OF = {
     "AttentionSpec": "attention",
     "Causal": "attention",
     "Dense": "attention",
+    "Global": "attention",
     "Padding": "attention",
+    "Prior": "attention",
     "RelativeBias": "attention",
+    "Segments": "attention",
+    "Sink": "attention",
     "Window": "attention",
     "attend": "attention",
     "attend_jvp": "attention",
@@ -106,23 +114,35 @@ _PACKAGE_OF = {
 }
 _PACKAGES = frozenset(
     "attention checkpoints choice data evaluate generation hf inspection model optim pipeline "
-    "report sensitivity train".split()
+    "report sensitivity steering train".split()
 )
 
 __all__ = ["__version__", *_PACKAGE_OF]
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every misspelt name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import a public name, or a package, at its first use."""
+        from importlib import import_module
+
         if name in _PACKAGES:
             return import_module(f"fenchel.{name}")
         if name not in _PACKAGE_OF:
-            raise AttributeError(f"module 'fenchel' has no attribute {name!r}")
+            sentence = f"module 'fenchel' has no attribute {name!r}"
+            if not name.startswith("_"):  # which tools look for
+                from fenchel.config import did_you_mean
+
+                known = [*_PACKAGE_OF, *_PACKAGES]
+                by_case = {one.lower(): one for one in known}
+                near = by_case.get(name.lower())
+                hint = f"did you mean {near!r}?" if near else did_you_mean(name, known)
+                sentence = f"{sentence}; {hint}"
+            raise AttributeError(sentence)
         value = getattr(import_module(f"fenchel.{_PACKAGE_OF[name]}"), name)
         globals()[name] = value  # the next use is an ordinary attribute
         return value
 
     def __dir__() -> list[str]:
-        """The public names, the packages, and the module's own attributes."""
-        return sorted({*globals(), *__all__, *_PACKAGES})
+        """The public names, the packages, and the attributes of every module."""
+        own = (name for name in globals() if name.startswith("__"))
+        return sorted({*own, *__all__, *_PACKAGES})

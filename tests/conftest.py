@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,18 @@ def usual_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def require_device(path: str) -> None:
+    """Fails the test that has put a file in the place of a device, as a rename over it does."""
+    assert stat.S_ISCHR(os.stat(path).st_mode), f"this test has replaced {path} by a file"
+
+
+@pytest.fixture(autouse=True)
+def null_device() -> Iterator[None]:
+    """Every test leaves /dev/null a device."""
+    yield
+    require_device(os.devnull)
 
 
 Draw = Callable[..., Tensor]

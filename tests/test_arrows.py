@@ -19,9 +19,10 @@ PAGE = (ROOT.parent / "docs" / "architecture.md").read_text()
 GROUND = {
     "config",
     "files",
+    "hub_cache",
     "inspection_result",
     "torch_internals",
-}  # single files that every package may import and that import none
+}  # single files that every package may import and that import no package
 
 
 def section(title: str) -> str:
@@ -125,7 +126,8 @@ def test_only_kernels_and_commands_are_imported_inside_functions() -> None:
     hidden = {
         (file.relative_to(ROOT).as_posix(), module)
         for file in ROOT.rglob("*.py")
-        if file.relative_to(ROOT).parts[0] not in {"cli", "__init__.py", "__main__.py"}
+        if file.relative_to(ROOT).parts[0] not in {"cli", "__main__.py"}
+        if file.name != "__init__.py"  # may import its own modules at their first use
         if NOTEBOOKS not in file.parents
         for module, inside in imports(file)
         if inside and not module.startswith("fenchel.kernels")

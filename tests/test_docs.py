@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 import fenchel
 from fenchel.cli import COMMANDS, app, main
@@ -56,6 +57,16 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert not [page for page in sorted(pages) if f": {page}\n" not in navigation]
+
+
+def test_the_site_takes_its_scripts_and_its_search_from_itself() -> None:
+    """Material's "offline" loads a worker from the network unless one of this name is given."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert "offline" in site["plugins"]
+    assert any("iframe-worker" in script for script in site["extra"]["polyfills"])
+    for name in (*site["extra"]["polyfills"], *site["extra_css"]):
+        assert (ROOT / "docs" / name).is_file()
+    assert all("toggle" in palette for palette in site["theme"]["palette"])
 
 
 def blocks(page: Path) -> list[Block]:

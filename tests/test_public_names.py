@@ -198,3 +198,12 @@ def test_every_public_name_has_an_example() -> None:
 def test_what_is_without_an_example_is_still_public_and_still_without() -> None:
     by_name = {f"{one.package}.{one.name}": one for one in public()}
     assert not [name for name in WITHOUT_EXAMPLE if has_example(by_name[name].value)]
+
+
+def test_the_top_level_lists_its_names_alone_and_a_wrong_one_gets_the_nearest() -> None:
+    leaked = {name for name in dir(fenchel) if not name.startswith("__")}
+    assert leaked == {name for name in fenchel.__all__ if name != "__version__"} | fenchel._PACKAGES
+    assert {"Prior", "Segments", "Global", "Sink"} <= set(fenchel.__all__)
+    for wrong, right in {"entmax": "Entmax", "attention_pair": "attention_pairs"}.items():
+        with pytest.raises(AttributeError, match=f"did you mean '{right}'"):
+            getattr(fenchel, wrong)
