@@ -30,6 +30,8 @@ torch.nn.modules.module._global_forward_hooks, _global_forward_pre_hooks
 torch._C.DisableTorchFunctionSubclass
     Functions of a tensor of a subclass as if it were plain, for its shape and dtype. There is no
     public name.
+torch._C._nn
+    Where functions such as gelu come from, whatever torch.nn.functional has been patched with.
 torch._C._current_graph_task_id
     Whether a backward pass is under way, in which a forward pass is a recomputation of one that
     hooks have seen. There is no public name.
@@ -91,6 +93,7 @@ try:
     _FORWARD = torch._C._functorch.TransformType.Jvp
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     _backward_pass = torch._C._current_graph_task_id
+    nn_functions = torch._C._nn
     _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
     _of_all_modules = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
 except AttributeError as error:

@@ -22,6 +22,10 @@ from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, if told at its import
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The process that started the workers has imported readline, which exports the size of no terminal.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # The same examples in every run, however slowly a busy machine draws them.
 settings.register_profile(
     "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

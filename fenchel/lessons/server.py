@@ -15,13 +15,17 @@ in a cookie) and come from no page of another site (server/guard.py). marimo che
 
 Lessons compute in threads of this process, one per open page, and torch counts the levels of
 forward-mode derivatives per process: of two that are taken at once, the one that ends first deletes
-the level of the other. So the cells of all pages run one at a time (``_serialise_cells``).
+the level of the other. So the cells of all pages run one at a time (``_serialise_cells``). Python
+counts the depth of a syntax tree per process too (3.11: "AST constructor recursion depth mismatch"
+of two that are built at once), so ``ast.parse``, which marimo calls per page and torch for its
+rules of derivatives, runs one at a time (``_serialise_parsing``).
 
 Three parts of marimo that are not documented are used, in ``_build``, ``_end_sessions`` and
 ``_serialise_cells``: the setting of the colour scheme, the sessions that would keep the process
 alive, and the function that runs a cell.
 """
 
+import ast
 import asyncio
 import logging
 import mimetypes
@@ -316,6 +320,7 @@ def _builder() -> Any:
     import marimo
 
     _serialise_cells()
+    _serialise_parsing()
     return marimo.create_asgi_app(quiet=True, include_code=True, session_ttl=30, asset_url=_ASSETS)
 
 
@@ -347,6 +352,18 @@ def _serialise_cells() -> None:
                 return await super().execute_cell_async(cell, glbls)
 
     evaluator._EXECUTOR_REGISTRY.register("fenchel", OneAtATime)
+
+
+@cache
+def _serialise_parsing() -> None:
+    """Have the threads of this process build one syntax tree at a time."""
+    turn, parse = threading.RLock(), ast.parse
+
+    def one_at_a_time(*args: Any, **kwargs: Any) -> ast.AST:
+        with turn:
+            return parse(*args, **kwargs)
+
+    ast.parse = one_at_a_time  # type: ignore[assignment]
 
 
 def _build(each: Lesson) -> Any:

@@ -50,7 +50,7 @@ from fenchel.sensitivity.layers import (
     with_dtype,
 )
 from fenchel.sensitivity.perturbation import Ball, TokenLayer
-from fenchel.torch_internals import without_subclasses
+from fenchel.torch_internals import nn_functions, without_subclasses
 
 KNOWN = (
     "linear maps, LayerNorm and RMSNorm over one axis, elementwise activations, gated MLPs, "
@@ -180,7 +180,7 @@ _VIEWS = frozenset(
 
 def _is_torch(func: Any, name: str) -> bool:
     """Whether this is torch's function of that name: patched functions have other objects."""
-    homes = (torch, Tensor, functional, torch.special, torch._C._nn)
+    homes = (torch, Tensor, functional, torch.special, nn_functions)
     return any(getattr(home, name, None) == func for home in homes)
 
 

@@ -832,7 +832,7 @@ def certificates(draw: Draw) -> Outcome:
     }
 
 
-@attack("sensitivity.certificate.certify", share=0.05, batch=40)
+@attack("sensitivity.certificate.certify", share=4.0, batch=40)
 def modules_of_users(draw: Draw) -> Outcome:
     """Torch modules with their own forward, hooks, parametrisations; refused, or both ends hold."""
     name = draw.pick(sorted(KNOWN))

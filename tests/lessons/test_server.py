@@ -1,6 +1,9 @@
 """fenchel learn: the list, and every lesson in a browser; its guard: tests/server/test_guard.py."""
 
+import ast
 import asyncio
+import gc
+import itertools
 import os
 import re
 import signal
@@ -24,7 +27,13 @@ from starlette.requests import Request
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, Lesson
-from fenchel.lessons.server import Assets, LessonServer, _serialise_cells, index_page
+from fenchel.lessons.server import (
+    Assets,
+    LessonServer,
+    _serialise_cells,
+    _serialise_parsing,
+    index_page,
+)
 from tests.browser import PHONE, Browser, needs_browser
 
 
@@ -98,6 +107,38 @@ def test_the_cells_of_two_pages_run_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert names["order"] == [1, 2, 2]
     may_end.set()
     endless.join(20)
+
+
+def test_two_pages_that_parse_at_once_do_not_end_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection in the middle of a syntax tree lets another thread begin one."""
+    monkeypatch.setattr(ast, "parse", ast.parse)
+    _serialise_parsing.__wrapped__()
+    collections, others = itertools.count(), []
+
+    def interrupt(phase: str, _info: object) -> None:
+        if phase == "start" and next(collections) == 200:
+            others.append(threading.Thread(target=ast.parse, args=("y = 1",)))
+            others[0].start()
+            others[0].join(0.2)
+
+    def parse_below(frames: int) -> None:
+        if frames:
+            parse_below(frames - 1)
+        else:
+            ast.parse(f"x = [{', '.join(['f(a, b.c[3])'] * 3000)}]")
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(interrupt)
+    gc.set_threshold(5)
+    try:
+        parse_below(40)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(interrupt)
+    assert others, "no collection came in the middle"
+    others[0].join(20)
 
 
 def cell(expression: str) -> Any:
