@@ -359,7 +359,7 @@ def _serialise_parsing() -> None:
     """Have the threads of this process build one syntax tree at a time."""
     turn, parse = threading.RLock(), ast.parse
 
-    def one_at_a_time(*args: Any, **kwargs: Any) -> ast.AST:
+    def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
         with turn:
             return parse(*args, **kwargs)
 
