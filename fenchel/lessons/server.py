@@ -363,7 +363,7 @@ def _serialise_parsing() -> None:
         with turn:
             return parse(*args, **kwargs)
 
-    ast.parse = one_at_a_time  # type: ignore[assignment]
+    ast.parse = one_at_a_time
 
 
 def _build(each: Lesson) -> Any:
