@@ -917,12 +917,13 @@ def rows(draw: Draw) -> Outcome:
         s = np.sqrt(s)
     s = s * Wide(choice.beta)
     truth = largest_eigenvalues(s)
-    exact, (low, high) = choice.sensitivity(p), choice.sensitivity_bounds(p)
-    near = 64 * draw.eps
+    exact, (low, high) = choice.sensitivity(p).double(), choice.sensitivity_bounds(p)
+    near, least = 64 * draw.eps, torch.finfo(p.dtype).smallest_normal * draw.eps
     return {
         "sensitivity.bounds.attention.row": upper(bounds.row(choice, p), truth, 4 * draw.eps),
-        "choice.base.Choice.sensitivity, above": upper(exact, truth, near),
-        "choice.base.Choice.sensitivity, below": lower(exact, truth, near),
+        # below the normal numbers of the dtype, rounding is absolute
+        "choice.base.Choice.sensitivity, above": upper(exact + least, truth, near),
+        "choice.base.Choice.sensitivity, below": lower(exact - least, truth, near),
         "choice.base.Choice.sensitivity_bounds, above": upper(high, truth),
         "choice.base.Choice.sensitivity_bounds, below": lower(low, truth),
     }
