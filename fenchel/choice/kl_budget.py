@@ -10,7 +10,10 @@ the budget. The divergence rises with beta from 0,
 to -log u(the best alternatives), its limit as beta -> inf. So a budget of 0 gives beta = 0 (as does
 a row where every alternative is forbidden), a budget at or above the limit gives inf, and between
 them beta is unique. It is computed by Newton's method on sqrt(2 KL), which near 0 is a straight
-line, confined between two bounds. u is log_prior normalised, and uniform where there is none.
+line, confined between two bounds; since KL <= beta (max z - min z), the lower begins at
+kappa / (max z - min z). Where u is nearly all on one alternative, KL is nearly 0 up to some beta
+and rises at once: the bounds are halved there, in logarithms. u is log_prior normalised, and
+uniform where there is none.
 """
 
 import torch
@@ -51,23 +54,27 @@ def beta_for_budget(z: Tensor, kappa: float | Tensor, log_prior: Tensor | None =
     with torch.no_grad():
         beta = _solve(gains, log_u, budget_in)
     kl, variance = _divergence(beta, gains, log_u)
-    beta = beta - (kl - budget_in) / (beta * variance)  # 0 in value; carries the derivative
+    change = (kl - budget_in) / (beta * variance)
+    beta = beta - (change - change.detach())  # 0 in value; carries the derivative
     outside = torch.where((budget > 0) & ~empty.squeeze(-1), torch.inf, 0.0)
     beta = torch.where(inside, beta, outside.double())
     return beta.to(z.dtype)
 
 
 def _solve(gains: Tensor, log_u: Tensor, budget: Tensor) -> Tensor:
-    low, high = torch.zeros_like(budget), torch.full_like(budget, torch.inf)
-    _, variance = _divergence(low, gains, log_u)
-    beta = (2.0 * budget / variance).sqrt()
+    _, variance = _divergence(torch.zeros_like(budget), gains, log_u)
+    width = torch.where(log_u > FORBIDDEN, -gains, 0.0).amax(-1)
+    limit = -torch.where(gains == 0, log_u, FORBIDDEN).logsumexp(-1)
+    low, high = budget / width, torch.full_like(budget, torch.inf)
+    beta = torch.minimum((2.0 * budget / variance).sqrt(), (1.0 + limit) / width)
+    beta = torch.maximum(beta, low)
     for _ in range(_STEPS):
         kl, variance = _divergence(beta, gains, log_u)
         short = kl < budget
         low, high = torch.where(short, beta, low), torch.where(short, high, beta)
         slope = beta * variance / (2.0 * kl).sqrt()
         trial = beta + ((2.0 * budget).sqrt() - (2.0 * kl).sqrt()) / slope
-        middle = torch.where(high.isinf(), 2.0 * beta, 0.5 * (low + high))
+        middle = torch.where(high.isinf(), 2.0 * beta, (low * high).sqrt())
         moved = torch.where((trial > low) & (trial < high), trial, middle)
         done = ((moved - beta).abs() <= 4e-16 * beta) | (kl == budget)
         beta = torch.where(done, beta, moved)

@@ -22,6 +22,7 @@ from fenchel.generation.sampling import (
     log_probabilities,
 )
 from fenchel.generation.scheduler import Request, Scheduler, Token, Update
+from fenchel.generation.steering import Emphasis, Steering
 from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Conversation",
     "Decoder",
     "Detokenizer",
+    "Emphasis",
     "GenerationSettings",
     "KVCache",
     "LogProbabilities",
@@ -38,6 +40,7 @@ __all__ = [
     "RowSampling",
     "Sampling",
     "Scheduler",
+    "Steering",
     "StopStrings",
     "TextStream",
     "Token",

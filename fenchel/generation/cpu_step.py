@@ -25,7 +25,7 @@ B sequences, N tokens, M width of the stream, H heads, G heads of keys, D width 
 the MLP.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 
-from fenchel.attention import attend
+from fenchel.attention import Dense, attend
 from fenchel.attention.prior import Positioned
 from fenchel.generation.kv_cache import KVCache
 from fenchel.generation.plain_decoder import (
@@ -44,6 +44,7 @@ from fenchel.generation.plain_decoder import (
     plain_norm,
     why_not_plain,
 )
+from fenchel.generation.steering import EmphasisTable
 from fenchel.model import Transformer
 from fenchel.model.forward_context import Observer
 from fenchel.model.mlp import ACTIVATIONS, gelu_tanh
@@ -240,11 +241,13 @@ class CpuForward:
         *,
         every: bool = False,
         observe: Observer | None = None,
+        steer: Mapping[int, Tensor] | None = None,
+        emphasis: EmphasisTable | None = None,
     ) -> Tensor:
         """What the LM head takes at the last token of every part, or at ``every`` token.
 
         Each part continues the row of its ``cache``; they are one after another, without padding.
-        -> (P or N, M)
+        ``steer`` is added to the streams after layers, (N, M) each. -> (P or N, M)
         """
         stops = [*accumulate(map(len, parts))]
         spans = [*zip([0, *stops], stops, strict=False)]
@@ -254,7 +257,7 @@ class CpuForward:
 
         def attend_parts(layer: int, q_NH1D: Tensor, k_NG1D: Tensor, v_NG1D: Tensor) -> Tensor:
             outputs = []
-            for row, (first, last) in zip(cache, spans, strict=True):
+            for at, (row, (first, last)) in enumerate(zip(cache, spans, strict=True)):
                 q, k, v = (x[first:last].transpose(0, 2) for x in (q_NH1D, k_NG1D, v_NG1D))
                 k, v = row.append(layer, k, v)
                 q = q.to(k.dtype)
@@ -264,18 +267,30 @@ class CpuForward:
                 placed = row.key_positions(layer) if last - first == 1 else None
                 if placed is not None:
                     spec = {**spec, "prior": Positioned(spec["prior"], placed)}
+                table = None if emphasis is None else emphasis.row(at)
+                if table is not None:
+                    position_BS = row.positions_of(layer, k.shape[2], last - first)
+                    prior = spec["prior"] + Dense(table.bias(layer, position_BS))
+                    q, spec = table.scaled(layer, q), {**spec, "prior": prior}
                 outputs.append(attend(q, k, v, **spec)[0].transpose(0, 1))
             return torch.cat(outputs).flatten(1)
 
         tokens = torch.tensor([token for part in parts for token in part])
         wanted = None if every else [stop - 1 for stop in stops]
         end = max(c.length + len(p) for c, p in zip(cache, parts, strict=True))
-        x = self._forward(tokens, torch.cat(positions), end, attend_parts, wanted)
+        x = self._forward(tokens, torch.cat(positions), end, attend_parts, wanted, steer)
         for row, part in zip(cache, parts, strict=True):
             row.advance(len(part))
         return x
 
-    def step(self, cache: KVCache, token_B: Tensor, observe: Observer | None = None) -> Tensor:
+    def step(
+        self,
+        cache: KVCache,
+        token_B: Tensor,
+        observe: Observer | None = None,
+        steer: Mapping[int, Tensor] | None = None,
+        emphasis: EmphasisTable | None = None,
+    ) -> Tensor:
         """Logits after one more token of every row: (B,) -> (B, V)."""
         B, H, G, D = (
             token_B.shape[0],
@@ -289,25 +304,32 @@ class CpuForward:
 
         def attend_rows(layer: int, q_BH1D: Tensor, k_BG1D: Tensor, v_BG1D: Tensor) -> Tensor:
             keys, values = cache.append(layer, k_BG1D, v_BG1D)
+            added = None
+            if emphasis is not None:
+                q_BH1D = emphasis.scaled(layer, q_BH1D)
+                position_BS = cache.positions_of(layer, keys.shape[2], 1)
+                added = emphasis.bias(layer, position_BS).view(B, G, H // G, -1).to(keys.dtype)
             q = q_BH1D if grouped is None else q_BH1D.reshape(grouped)
             if q.dtype != keys.dtype:
                 q = q.to(keys.dtype)
             if observe is not None:
                 observe(layer, q.flatten(1, 2).unsqueeze(2), keys, values)
             if self.invariant:
-                return self._one_by_one(cache, layer, q, keys, values).reshape(B, -1)
+                return self._one_by_one(cache, layer, q, keys, values, added).reshape(B, -1)
             mask, visible_BS = None, cache.visible(layer)
             if visible_BS is not None:
                 if visible_BS not in masks:
                     zeros = torch.zeros(visible_BS.shape, dtype=keys.dtype)
                     masks[visible_BS] = zeros.masked_fill_(~visible_BS, -torch.inf)[:, None, None]
                 mask = masks[visible_BS].expand(B, 1, 1, -1)
+            if added is not None:
+                mask = added if mask is None else mask + added
             o = scaled_dot_product_attention(q, keys, values, mask, scale=scale)
             return o.reshape(B, -1)
 
         positions_B1 = cache.new_positions(1)
         position_N = torch.tensor([cache.length]) if positions_B1 is None else positions_B1[:, 0]
-        x = self._forward(token_B, position_N, cache.length + 1, attend_rows)
+        x = self._forward(token_B, position_N, cache.length + 1, attend_rows, steer=steer)
         cache.advance(1)
         return self.lm_head(x)
 
@@ -316,9 +338,18 @@ class CpuForward:
         return self.lm_head(x_NM)
 
     def _one_by_one(
-        self, cache: KVCache, layer: int, q: Tensor, keys: Tensor, values: Tensor
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        added: Tensor | None,
     ) -> Tensor:
-        """The attention of every row to its own keys, by a call of its own."""
+        """The attention of every row to its own keys, by a call of its own.
+
+        ``added`` is added to the scores of rows in which it is not zero: (B, G, H / G, S).
+        """
         o = torch.empty_like(q)
         R, lookback = cache.layers[layer].slots, cache.layers[layer].lookback
         for b, n in enumerate(cache.starts):
@@ -327,6 +358,9 @@ class CpuForward:
                 token_S = n - (n - torch.arange(S)) % R
                 mask = torch.zeros(1, S, dtype=q.dtype)
                 mask = mask.masked_fill_(token_S < n - lookback, -torch.inf)
+            if added is not None and bool(added[row].any()):
+                own = added[row, :, :, :S]
+                mask = own if mask is None else mask + own
             k, v = keys[row, :, :S], values[row, :, :S]
             o[row] = scaled_dot_product_attention(q[row], k, v, mask, scale=self.config.score_scale)
         return o
@@ -338,6 +372,7 @@ class CpuForward:
         end: int,
         attend: Attend,
         wanted: Sequence[int] | None = None,
+        steer: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         """What the LM head takes at the ``wanted`` tokens, all by default: (N,) -> (N, M).
 
@@ -387,6 +422,10 @@ class CpuForward:
             else:
                 wide = block.up.times(y, block.gate(y, self.activation))
             x = block.down.plus(wide, x)
+            if steer is not None and number in steer:
+                v_NM = steer[number]
+                last = wanted is not None and number == len(self.blocks) - 1
+                x[:N] += v_NM[wanted] if last else v_NM
         return self.norm(x if P == N else x[:N])
 
     def _rows(self, N: int) -> int:

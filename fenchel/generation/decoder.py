@@ -11,7 +11,8 @@ It knows nothing of requests, draws and texts (generation/scheduler.py).
 the row that shares the longest beginning with it, and reads only what follows; a beginning that a
 row in use has is copied. Of the tokens that were read, the common ones stay. A layer with a window
 may have dropped keys of that prefix; then everything is read again. The logits are the same as
-without, but for rounding: what single steps have read is not read again as part of a prompt.
+without, but for rounding: what single steps have read is not read again as part of a prompt. Rows
+that are steered differently (generation/steering.py) have different keys, and share none.
 
 **Context.** Every token is read once, and a row holds as many as the context. ``slide`` begins a
 row anew with the newest half: text of any length comes out, each token with at least half a context
@@ -35,7 +36,7 @@ they are there, and may be called again before they are read.
 B rows of a step, T tokens of a prompt, M width of the stream, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +52,19 @@ from fenchel.generation.fused_step import (
 )
 from fenchel.generation.kv_cache import SLACK, CacheKind, KVCache
 from fenchel.generation.sampling import RowSampling, Sampling
-from fenchel.generation.steps import DecodeCall, EncoderOutput, ModelStep, step_kind
+from fenchel.generation.steering import (
+    EmphasisTable,
+    Steering,
+    stacked_emphasis,
+    stacked_vectors,
+)
+from fenchel.generation.steps import (
+    DecodeCall,
+    Emphasised,
+    EncoderOutput,
+    ModelStep,
+    step_kind,
+)
 from fenchel.model import Transformer
 from fenchel.model.forward_context import Observer
 
@@ -93,6 +106,8 @@ class Row:
     seed: int = 0
     encoded: Tensor | None = None
     """The output of the encoder, (S, M)."""
+    steering: Steering | None = None
+    """What is added to its stream."""
 
     @property
     def length(self) -> int:
@@ -116,7 +131,7 @@ class Decoder:
     ``step`` names a kind of step (generation/steps.py). ``tokens`` is how many are to be read where
     that is known, for "auto". ``slack`` is how many of the last tokens can be removed at least from
     layers with windows. Without ``prefixes`` no keys are used again. ``one_bucket`` always computes
-    all rows.
+    all rows. Recorded steps add vectors to the stream after the layers ``steered``, from 1.
     """
 
     def __init__(
@@ -133,6 +148,7 @@ class Decoder:
         slack: int = 0,
         prefixes: bool = True,
         one_bucket: bool = False,
+        steered: Collection[int] = (),
         record: StepRecorder = capture_graph,
     ) -> None:
         if model.config.kind == "encoder":
@@ -142,6 +158,7 @@ class Decoder:
         call = DecodeCall(model, cache, invariant, rows, tokens, record)
         self.kind = step_kind(call, step)
         self.model, self.invariant, self._record = model, invariant, record
+        self.steered = frozenset(steered)
         self.prefixes = prefixes and not invariant and model.config.kind == "decoder"
         self.context = min(model.config.context, positions or model.config.context)
         self.buckets = (rows,) if one_bucket else row_buckets(rows)
@@ -168,6 +185,8 @@ class Decoder:
         self.rows: list[Row | None] = [None] * rows
         self._kept: list[list[int]] = [[] for _ in range(self.buckets[-1])]
         """The ids whose keys are in every row of the cache, in use or not."""
+        self._steered_by: list[bytes | None] = [None] * self.buckets[-1]
+        """What those keys were steered by (``Steering.key``)."""
         self._views: dict[int, KVCache] = {}
         self._left_at = [0] * rows
         self._leaves = 0
@@ -209,36 +228,41 @@ class Decoder:
 
     # Prompts
 
-    def take(self, prompt: Sequence[int], *, reuse: bool = True) -> Row:
+    def take(
+        self, prompt: Sequence[int], *, reuse: bool = True, steering: Steering | None = None
+    ) -> Row:
         """A free row for a sequence that begins with ``prompt``; there is one.
 
         Its ids are those of the prompt that need not be read, never all of them.
         """
         free = [index for index, row in enumerate(self.rows) if row is None]
-        common = self._common(prompt) if reuse else [0] * len(self._kept)
+        common = self._common(prompt, steering) if reuse else [0] * len(self._kept)
         to = max(free, key=lambda i: (common[i], -self._left_at[i], -i))
         source = max(range(len(self.rows)), key=lambda i: common[i])
         if common[source] > common[to] and common[source] >= LEAST_COPY:
             self.cache.copy_row(source, to)
             common[to] = common[source]
-        row = Row(to, list(prompt[: common[to]]))
+        row = Row(to, list(prompt[: common[to]]), steering=steering)
         self.rows[to], self._kept[to] = row, row.ids
+        self._steered_by[to] = None if steering is None else steering.key
         self._changed = True
         return row
 
-    def reusable(self, prompt: Sequence[int]) -> int:
+    def reusable(self, prompt: Sequence[int], steering: Steering | None = None) -> int:
         """How many tokens of a prompt need not be read."""
-        free = [n for n, row in zip(self._common(prompt), self.rows, strict=False) if row is None]
-        best = max(self._common(prompt))
+        common = self._common(prompt, steering)
+        free = [n for n, row in zip(common, self.rows, strict=False) if row is None]
+        best = max(common)
         return max(best if best >= LEAST_COPY else 0, *free, 0)
 
-    def _common(self, prompt: Sequence[int]) -> list[int]:
+    def _common(self, prompt: Sequence[int], steering: Steering | None) -> list[int]:
         """Tokens of a prompt, without its last, that each row has and can go back to."""
+        key = None if steering is None else steering.key
         if not self.prefixes:
             return [0] * len(self._kept)
         counts = []
-        for kept in self._kept:
-            most = min(len(kept), len(prompt) - 1)
+        for kept, steered_by in zip(self._kept, self._steered_by, strict=True):
+            most = min(len(kept), len(prompt) - 1) if steered_by == key else 0
             pairs = enumerate(zip(kept, prompt, strict=False))
             n = min(most, next((i for i, (old, new) in pairs if old != new), most))
             counts.append(n if n and self.cache.can_rewind(n, len(kept)) else 0)
@@ -272,17 +296,31 @@ class Decoder:
         """
         starts = [row.length for row in rows]
         self._changed = True
+        steerings, like = _steerings(rows), self.model.embed.weight
+        emphasis = self._emphasis(rows)
         if isinstance(self.forward, CpuForward):
             caches = [
                 self.cache.select([row.index], [n]) for row, n in zip(rows, starts, strict=True)
             ]
-            x = self.forward.read(caches, parts, every=every, observe=observe)
+            steer = stacked_vectors(steerings, like, [len(part) for part in parts])
+            x = self.forward.read(
+                caches, parts, every=every, observe=observe, steer=steer, emphasis=emphasis
+            )
         else:
             encoded = None
             if rows[0].encoded is not None:
                 encoded = EncoderOutput(rows[0].encoded.unsqueeze(0))
             cache = self.cache.select([row.index for row in rows], starts)
-            x = self.forward.read(cache, parts, every=every, observe=observe, encoded=encoded)
+            steer = stacked_vectors(steerings, like)
+            x = self.forward.read(
+                cache,
+                parts,
+                every=every,
+                observe=observe,
+                encoded=encoded,
+                steer=steer,
+                emphasis=emphasis,
+            )
         for row, part in zip(rows, parts, strict=True):
             row.ids += part
         return x
@@ -295,8 +333,9 @@ class Decoder:
         """Another row with the same tokens; there is a free one."""
         to = self.rows.index(None)
         self.cache.copy_row(row.index, to)
-        other = Row(to, [*row.ids], left=row.left, encoded=row.encoded)
+        other = Row(to, [*row.ids], left=row.left, encoded=row.encoded, steering=row.steering)
         self.rows[to], self._kept[to] = other, other.ids
+        self._steered_by[to] = self._steered_by[row.index]
         self._changed = True
         return other
 
@@ -374,6 +413,7 @@ class Decoder:
             if self._recorded is not None:  # the token drawn last may be on the device only
                 self._recorded.rows.token[to] = self._recorded.rows.token[row.index]
             self._kept[row.index], self._kept[to] = [], row.ids
+            self._steered_by[to] = self._steered_by[row.index]
             self.rows[row.index], self.rows[to] = None, row
             row.index = to
             self._changed = self._arrived = True
@@ -393,14 +433,25 @@ class Decoder:
                 raise ValueError(f"a sequence has all {self.context} tokens of the context.")
             tokens[row.index] = row.token or 0
         token_B = torch.tensor(tokens, device=self.device)
+        rows = self._rows(B)
+        steer = stacked_vectors(_steerings(rows), self.model.embed.weight)
+        emphasis = self._emphasis(rows)
         if isinstance(self.forward, CpuForward):
-            logits_BV = self.forward.step(self.view(B), token_B, observe)
+            logits_BV = self.forward.step(self.view(B), token_B, observe, steer, emphasis)
         else:
             encoded, view = self._encoder_outputs(B)
-            logits_BV = self.forward.step(view, token_B, observe, encoded)
+            logits_BV = self.forward.step(view, token_B, observe, encoded, steer, emphasis)
         for row in active:
             row.ids.append(row.token or 0)
         return logits_BV
+
+    def _rows(self, B: int) -> list[Row | None]:
+        """The sequences of the first B rows."""
+        return [*self.rows, *[None] * (B - len(self.rows))][:B]
+
+    def _emphasis(self, rows: Sequence[Row | None]) -> EmphasisTable | None:
+        pairs = [(None, 0) if row is None else (row.steering, row.left) for row in rows]
+        return stacked_emphasis(pairs, self.model.config.heads)
 
     def view(self, B: int) -> KVCache:
         """The first B rows of the cache with the numbers of tokens that they have now."""
@@ -465,12 +516,18 @@ class Decoder:
             free = (GREEDY, 0)
             settings = [free if row is None else (row.sampling, row.seed) for row in self.rows]
             recorded.set_sampling(RowSampling.of(settings))
+            if self.steered:
+                like = self.model.embed.weight
+                recorded.set_vectors(stacked_vectors(_steerings(self.rows), like) or {})
             self._arrived = False
         longest = max((row.length + 1 for row in rows), default=1)
-        if observe is None:
+        emphasis, override = self._emphasis(self._rows(B)), None
+        if emphasis is not None:
+            override = Emphasised(emphasis, recorded.caches[B])
+        if observe is None and override is None:
             logits_BV = recorded.step(B, longest=longest)
         else:
-            logits_BV = recorded.observed_step(self.model, B, observe)
+            logits_BV = recorded.model_step(self.model, B, observe, override)
         for row in rows:
             row.ids.append(-1)  # until its token is read
         drawn = PendingTokens.of(recorded.rows.drawn[:B])
@@ -483,6 +540,12 @@ class Decoder:
                 self.cache,
                 self.buckets,
                 fused=self.kind.name == "fused",
+                steered=self.steered,
                 record=self._record,
             )
         return self._recorded
+
+
+def _steerings(rows: Sequence[Row | None]) -> list[Steering | None]:
+    """What steers each row."""
+    return [None if row is None else row.steering for row in rows]

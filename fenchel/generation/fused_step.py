@@ -32,9 +32,10 @@ B rows, S slots, M width of the stream, H heads, G heads of keys, D width per he
 MLP.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ from fenchel.generation.plain_decoder import (
 from fenchel.generation.sampling import RowSampling, draw
 from fenchel.model import Transformer
 from fenchel.model.attention import Attention
-from fenchel.model.forward_context import Observer
+from fenchel.model.forward_context import AttentionOverride, Observer
 from fenchel.model.rotary_table import RotaryTable
 
 if TYPE_CHECKING:
@@ -88,15 +89,21 @@ def why_not_fused(model: Transformer) -> str | None:
 class FusedStep:
     """One step of a plain decoder for the rows of a ``cache``, which reads ``token_B``.
 
-    ``tokens`` as in ``attend_decode``: how many the longest sequence has at most.
+    ``tokens`` as in ``attend_decode``: how many the longest sequence has at most. ``steer`` is
+    added to the stream after layers, (B, M) each.
     """
 
     def __init__(
-        self, model: Transformer, cache: KVCache, token_B: Tensor, tokens: int | None = None
+        self,
+        model: Transformer,
+        cache: KVCache,
+        token_B: Tensor,
+        tokens: int | None = None,
+        steer: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         c, table, S = model.config, model.lm_head_weight, cache.positions
         assert cache.token_B is not None
-        self.cache, self.token_B, self.tokens = cache, token_B, tokens
+        self.cache, self.token_B, self.tokens, self.steer = cache, token_B, tokens, steer
         self.number_B = cache.token_B
         self.embed, self.lm_head = model.embed.weight, LinearWeights(table.t(), None)
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
@@ -131,6 +138,8 @@ class FusedStep:
             self._matmul_add(layer.out, self.o)
             self._mlp(layer.gate, layer.up, between)
             self._matmul_add(layer.down, self.wide)
+            if number in self.steer:
+                x.add_(self.steer[number])
         self._matmul(self.lm_head, self.logits, self.norm)
         return logits_BV
 
@@ -288,6 +297,7 @@ class RecordedStep:
         buckets: Sequence[int],
         *,
         fused: bool,
+        steered: Collection[int] = (),
         record: StepRecorder,
     ) -> None:
         self.device, self.fused, self.positions = cache.device, fused, cache.positions
@@ -303,6 +313,9 @@ class RecordedStep:
             rows: cache.select(slice(0, rows), [0] * rows, token_B=self.rows.number[:rows])
             for rows in buckets
         }
+        table = model.embed.weight
+        self.vectors = {layer - 1: table.new_zeros(B, model.config.width) for layer in steered}
+        """What is added to the stream after layers, numbered from 0."""
         self._fused: list[FusedStep] = []
         """Held here, since a graph does not keep the memory that it replays in."""
         self._steps: dict[tuple[int, int], Step] = {}
@@ -313,7 +326,8 @@ class RecordedStep:
                 fused_step = None
                 if fused:
                     token_B = self.rows.token[:rows]
-                    fused_step = FusedStep(model, self.caches[rows], token_B, tokens)
+                    vectors = {layer: v[:rows] for layer, v in self.vectors.items()}
+                    fused_step = FusedStep(model, self.caches[rows], token_B, tokens, vectors)
                     self._fused.append(fused_step)
                 own = None if fused else model  # a fused step does not keep its model alive
                 step = partial(self._forward, own, rows, fused_step)
@@ -353,6 +367,13 @@ class RecordedStep:
         for mine, new in zip(self.settings, settings, strict=True):
             mine[: len(new)] = self._upload(new)
 
+    def set_vectors(self, vectors: Mapping[int, Tensor]) -> None:
+        """What is added to the streams of the first rows, (B, M) by layer; zero where none is."""
+        for layer, table in self.vectors.items():
+            table.zero_()
+            if layer in vectors:
+                table[: len(vectors[layer])] = vectors[layer]
+
     def _upload(self, x: Tensor) -> Tensor:
         """On the device, without a wait for what it computes."""
         if self.device.type != "cuda":
@@ -369,9 +390,15 @@ class RecordedStep:
             step for (B, tokens), step in self._steps.items() if rows == B and tokens >= longest
         )()
 
-    def observed_step(self, model: Transformer, rows: int, observe: Observer) -> Tensor:
-        """The same by the model itself, which ``observe`` receives every layer of."""
-        return self._forward(model, rows, None, observe)
+    def model_step(
+        self,
+        model: Transformer,
+        rows: int,
+        observe: Observer | None,
+        override: AttentionOverride | None,
+    ) -> Tensor:
+        """The same by the model itself, with an observer or an override of its attention."""
+        return self._forward(model, rows, None, observe, override)
 
     def _forward(
         self,
@@ -379,16 +406,23 @@ class RecordedStep:
         rows: int,
         fused: FusedStep | None,
         observe: Observer | None = None,
+        override: AttentionOverride | None = None,
     ) -> Tensor:
         state = RowState(*(x[:rows] for x in self.rows))
         if fused is not None:
             logits_BV = fused.step()
         else:
             assert model is not None
-            cache = self.caches[rows]
-            logits_BV = model(state.token.unsqueeze(-1), cache=cache, observe=observe, last=True)[
-                :, -1
-            ]
+            steer = {layer: v[:rows].unsqueeze(1) for layer, v in self.vectors.items()}
+            token_B1, cache = state.token.unsqueeze(-1), self.caches[rows]
+            logits_BV = model(
+                token_B1,
+                cache=cache,
+                observe=observe,
+                attention_override=override,
+                steer=steer,
+                last=True,
+            )[:, -1]
         state.number.add_(state.active)
         settings = RowSampling(*(x[:rows] for x in self.settings))
         if self._kernel:

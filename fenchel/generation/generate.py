@@ -27,6 +27,7 @@ from fenchel.generation.decoder import Decoder
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.sampling import Sampling, choice_seed
 from fenchel.generation.scheduler import Request, Scheduler, Token, Update
+from fenchel.generation.steering import Steering
 from fenchel.model import ModelConfig, Transformer, evaluating
 
 CHUNK = 4096
@@ -61,6 +62,8 @@ class GenerationSettings:
     """How many of the largest log-probabilities come with a new token; None is none at all."""
     trace: TraceSettings | None = None
     """What is measured of the attention of every new token."""
+    steering: Steering | None = None
+    """What is added to the streams, and how far the law of a token may move by it."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -68,6 +71,8 @@ class GenerationSettings:
 
     def decoder(self, model: Transformer, *, rows: int = 1, longest: int | None = None) -> Decoder:
         """A decoder for these settings and ``rows`` sequences of up to ``longest`` tokens."""
+        if self.steering is not None and self.steering.budget is not None:
+            rows *= 2  # an unsteered one beside each
         recorded_rows = row_bucket(rows) if model.lm_head_weight.is_cuda else rows
         return Decoder(
             model,
@@ -80,6 +85,7 @@ class GenerationSettings:
             positions=longest,
             chunk=None if self.invariant else CHUNK,
             slack=self.draft,
+            steered=() if self.steering is None else self.steering.vectors,
             one_bucket=model.lm_head_weight.is_cuda,
         )
 
@@ -100,6 +106,7 @@ class GenerationSettings:
             draft=self.draft,
             past_context=self.past_context,
             source=None if source is None else tuple(source),
+            steering=self.steering,
         )
 
 
@@ -124,6 +131,7 @@ class GenerateKeywords(TypedDict, total=False):
     tokenizer: AnyTokenizer | None
     source: Tensor | Sequence[Tensor | Sequence[int]] | None
     generator: torch.Generator | None
+    steer: Steering | None
 
 
 @overload
@@ -154,6 +162,7 @@ def generate(
     tokenizer: AnyTokenizer | None = None,
     source: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
     generator: torch.Generator | None = None,
+    steer: Steering | None = None,
 ) -> Tensor | list[Tensor]:
     """Prompts with their continuations, up to ``max_new_tokens`` each.
 
@@ -165,7 +174,8 @@ def generate(
     as in ``Sampling``. ``stop`` lists ids, and strings if the ``tokenizer`` is given; the token
     that completes a stop is part of the result. ``seed``, ``cache``, ``draft``, ``step`` and
     ``invariant`` as in ``GenerationSettings``. ``source`` is the input of the encoder, in the same
-    two forms as the prompts. Without a ``seed`` one is drawn from ``generator``.
+    two forms as the prompts. Without a ``seed`` one is drawn from ``generator``. ``steer`` is added
+    to the streams (generation/steering.py, docs/steer.md).
 
     >>> from fenchel.model import ModelConfig
     >>> model = Transformer(ModelConfig(vocabulary=10, width=8, layers=1, heads=2))
@@ -191,6 +201,7 @@ def generate(
         draft=draft,
         step=step,
         invariant=invariant,
+        steering=steer,
     )
     ids = _tensors(ids)
     rows = _rows(ids)
@@ -430,7 +441,10 @@ def _pool_key(model: Transformer, settings: GenerationSettings, rows: int, longe
     """What a recorded step depends on."""
     positions = min(longest, model.config.context)
     weights = tuple(p.data_ptr() for p in model.parameters())
-    how = settings.cache, settings.step, settings.invariant
+    steered: tuple[object, ...] = ()
+    if settings.steering is not None:
+        steered = *sorted(settings.steering.vectors), settings.steering.budget is None
+    how = settings.cache, settings.step, settings.invariant, steered
     return model.config, row_bucket(rows), positions, how, weights
 
 

@@ -307,6 +307,14 @@ class KVCache:
             return None
         return self._number_B1() + torch.arange(T, device=self.device)
 
+    def positions_of(self, layer: int, S: int, T: int) -> Tensor:
+        """The positions of the S keys that T new queries see: (B or 1, S)."""
+        placed = self.key_positions(layer) if T == 1 else None
+        if placed is not None:
+            return placed
+        end = self.length + T
+        return torch.arange(end - S, end, device=self.device).unsqueeze(0)
+
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values, (B, G, T, D); returns those that queries see, (B, G, S, D).
 

@@ -27,6 +27,10 @@ last one, and those after a wrong guess are removed again (generation/prompt_loo
 done while the request decodes alone: a step of several rows reads the weights once for all of them.
 A recorded step is faster than a pass over a guess.
 
+**Steering.** A request may be steered (generation/steering.py). With a budget per token it has a
+second row that is not, which reads the same tokens: its prompt is read first, and the law that a
+token is drawn from lies between those of the two rows.
+
 T tokens of a prompt or of a chunk of it, V vocabulary.
 """
 
@@ -59,6 +63,7 @@ from fenchel.generation.sampling import (
     draw,
     log_probabilities,
 )
+from fenchel.generation.steering import Steering, within_budget
 from fenchel.generation.text_stream import TextStream
 
 READ_SECONDS = 0.1
@@ -97,6 +102,18 @@ class Request:
     last tokens are read."""
     source: tuple[int, ...] | None = None
     """What the encoder of an encoder-decoder reads."""
+    steering: Steering | None = None
+    """What is added to its stream."""
+
+    @property
+    def budget(self) -> float | None:
+        """How far the law of a token may be from the unsteered one, in nats; None is any way."""
+        return None if self.steering is None else self.steering.budget
+
+    @property
+    def rows(self) -> int:
+        """Rows of a decoder that it takes."""
+        return 1 if self.budget is None else 2
 
 
 class Token(NamedTuple):
@@ -157,6 +174,10 @@ class Job:
     """Prompt and new tokens."""
     penalties: Penalties | None = None
     row: Row | None = None
+    unsteered: Row | None = None
+    """A second row that reads the same tokens, for a budget per token."""
+    unsteered_law: Tensor | None = None
+    """Logits (1, V) of that row after the prompt."""
     lookup: PromptLookup | None = None
     drafts: DraftControl | None = None
     scored: list[Token] = field(default_factory=list)
@@ -182,7 +203,13 @@ class Job:
     def needs_tokens_only(self) -> bool:
         """Whether a step needs to return nothing but the tokens drawn on the device."""
         request = self.request
-        return self.penalties is None and request.logprobs is None and request.trace is None
+        asked = request.logprobs is not None or request.trace is not None
+        return not asked and not self.drawn_here
+
+    @property
+    def drawn_here(self) -> bool:
+        """Whether its tokens are drawn from other logits than those of its row."""
+        return self.penalties is not None or self.request.budget is not None
 
 
 @dataclass(eq=False)
@@ -192,6 +219,8 @@ class _Reading:
     rows: list[Row]
     parts: list[list[int]]
     jobs: list[list[Job]]
+    before: "_Reading | None" = None
+    """A reading that waits for this one, of the unsteered row of its only request."""
 
     @property
     def left(self) -> int:
@@ -257,7 +286,8 @@ class Scheduler:
         elif request.stop_strings:
             raise ValueError(f"to stop at {request.stop_strings[0]!r} give the tokenizer.")
         job = Job(request, on_update, text, [*request.prompt])
-        if request.draft and not self.decoder.kind.recorded and not self.decoder.invariant:
+        alone = not self.decoder.kind.recorded and not self.decoder.invariant
+        if request.draft and alone and request.budget is None:
             job.lookup = PromptLookup(request.prompt)
             job.drafts = DraftControl(request.draft)
         return job
@@ -290,12 +320,30 @@ class Scheduler:
             raise ValueError(f"logit_bias names token {biased} and the model has 0 to {V - 1}.")
         if request.max_new_tokens < (request.prompt_logprobs is None):
             raise ValueError(f"max_new_tokens={request.max_new_tokens} should be at least 1.")
+        self._require_steering(request)
         if request.draft < 0:
             raise ValueError(f"draft={request.draft} should be 0 or more tokens to guess ahead.")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request, name)
             if count is not None and not 0 <= count <= MOST_LOGPROBS:
                 raise ValueError(f"{name}={count} should be 0 to {MOST_LOGPROBS}.")
+
+    def _require_steering(self, request: Request) -> None:
+        if request.steering is None:
+            return
+        request.steering.require(self.decoder.model.config)
+        others = set(request.steering.vectors) - self.decoder.steered
+        if others and self.decoder.kind.recorded:
+            raise ValueError(f"the recorded step adds nothing after layer {min(others)}.")
+        if request.rows > len(self.decoder.rows):
+            raise ValueError("a budget per token takes a second row, and the decoder has one.")
+        if request.steering.emphasis is not None and request.trace is not None:
+            raise ValueError("the attention of an emphasised request is not traced; leave out one.")
+        if request.budget is not None and request.prompt_logprobs is not None:
+            raise ValueError(
+                "the tokens of a prompt have no law within a budget; leave out prompt_logprobs or "
+                "the budget."
+            )
 
     @torch.inference_mode()
     def turn(self) -> TurnFacts:
@@ -341,7 +389,7 @@ class Scheduler:
         jobs = [job for group in reading.jobs for job in group]
         now = [part[: decoder.chunk] if len(reading.parts) == 1 else part for part in reading.parts]
         last = len(now[0]) == len(reading.parts[0])
-        if last:
+        if last and reading.before is None:
             numbers = [i for i, group in enumerate(reading.jobs) for _ in group]
             lengths = [reading.rows[i].length + len(now[i]) for i in numbers]
             trace = self._pass_trace(jobs, numbers, lengths)
@@ -353,12 +401,21 @@ class Scheduler:
         for job in jobs if scored else ():
             if job.request.prompt_logprobs is not None and not job.finished:
                 self._score(job, hidden, start)
-        if last:
-            self._readings.remove(reading)
-            self._enter(reading, hidden[-1:] if every else hidden, trace)
-        elif all(job.finished for job in jobs):
-            self._readings.remove(reading)
+        if not last and not all(job.finished for job in jobs):
+            return sum(map(len, now))
+        at = self._readings.index(reading)
+        self._readings.pop(at)
+        if reading.before is None:
+            if last:
+                self._enter(reading, hidden[-1:] if every else hidden, trace)
+            else:
+                self._drop(reading)
+        elif jobs[0].finished:
             self._drop(reading)
+            self._drop(reading.before)
+        else:
+            jobs[0].unsteered, jobs[0].unsteered_law = reading.rows[0], decoder.logits(hidden[-1:])
+            self._readings.insert(at, reading.before)
         return sum(map(len, now))
 
     def _next_reading(self) -> _Reading | None:
@@ -367,7 +424,12 @@ class Scheduler:
             job = self._full.popleft()
             row, job.row = job.row, None  # the reading has it until the request decodes again
             assert row is not None
-            self._readings.append(_Reading([row], [self.decoder.slide(row, job.ids)], [[job]]))
+            reading = _Reading([row], [self.decoder.slide(row, job.ids)], [[job]])
+            if job.unsteered is not None:
+                row, job.unsteered = job.unsteered, None
+                part = self.decoder.slide(row, job.ids)
+                reading = _Reading([row], [part], [[job]], reading)
+            self._readings.append(reading)
         self._shortest = not self._shortest
         waiting, readings = list(self.waiting), self._readings
         free = self.decoder.free - sum(reading.promised for reading in readings)
@@ -388,41 +450,48 @@ class Scheduler:
         """Take requests from the queue, as many as one chunk and the free rows hold."""
         decoder, reading, alone, count = self.decoder, _Reading([], [], []), False, 0
         for job in queue:
-            if count == free:
+            request = job.request
+            if count + request.rows > free:
                 break
             prompt = job.ids[-decoder.context :]
-            same = [jobs for jobs in reading.jobs if jobs[0].request.prompt == job.request.prompt]
-            alone = alone or self._reads_alone(job.request)
-            if same and job.request.source is None:
+            same = [jobs for jobs in reading.jobs if _shares_row(jobs[0].request, request)]
+            alone = alone or self._reads_alone(request)
+            if same:
                 same[0].append(job)
             else:
-                reuse = job.request.prompt_logprobs is None
-                known = decoder.reusable(prompt) if reuse else 0
+                reuse = request.prompt_logprobs is None
+                known = decoder.reusable(prompt, request.steering) if reuse else 0
                 sizes = [
                     (r.length, len(p)) for r, p in zip(reading.rows, reading.parts, strict=True)
                 ]
                 sizes.append((known, len(prompt) - known))
                 if reading.rows and (alone or not decoder.fits(sizes)):
                     break
-                row = decoder.take(prompt, reuse=reuse)
+                row = decoder.take(prompt, reuse=reuse, steering=request.steering)
                 row.left = len(job.ids) - len(prompt)
-                rest = prompt[row.length :]
                 reading.rows.append(row)
-                reading.parts.append(rest)
+                reading.parts.append(prompt[row.length :])
                 reading.jobs.append([job])
-                if job.request.source is not None:
-                    decoder.encode(row, job.request.source)
+                if request.source is not None:
+                    decoder.encode(row, request.source)
             self.waiting.remove(job)
-            job.started, count = time.monotonic(), count + 1
+            job.started, count = time.monotonic(), count + request.rows
         if not reading.rows:
             return None
+        job = reading.jobs[0][0]
+        if job.request.budget is not None:
+            prompt = job.ids[-decoder.context :]
+            row = decoder.take(prompt)
+            row.left, row.encoded = reading.rows[0].left, reading.rows[0].encoded
+            reading = _Reading([row], [prompt[row.length :]], [[job]], reading)
         self._readings.append(reading)
         return reading
 
     def _reads_alone(self, request: Request) -> bool:
         """Whether no other prompt is read with this one."""
         observed = request.prompt_logprobs is not None or request.trace is not None
-        return self.decoder.invariant or observed or request.source is not None
+        own = request.source is not None or request.budget is not None
+        return self.decoder.invariant or observed or own
 
     def _drop(self, reading: _Reading) -> None:
         """Free the rows of prompts that are not needed any more."""
@@ -479,6 +548,8 @@ class Scheduler:
         most = len(request.prompt) + request.max_new_tokens - 1 - row.left
         row.end = min(most, self.decoder.context)
         job.row, self.jobs[row] = row, job
+        if job.unsteered is not None:
+            job.unsteered.token, job.unsteered.end = token, row.end
         self.decoder.arrived()
         self._continue(job, token)
 
@@ -492,10 +563,12 @@ class Scheduler:
             return
         if len(job.ids) - row.left > self.decoder.context:
             del self.jobs[row]
-            row.token = None
+            row.token = token = None
             self._full.append(job)
-        elif not self.decoder.kind.recorded or job.penalties is not None:
+        elif not self.decoder.kind.recorded or job.drawn_here:
             row.token = token
+        if job.unsteered is not None:
+            job.unsteered.token = token
 
     # Steps
 
@@ -617,6 +690,7 @@ class Scheduler:
         logits_JV = logits_BV
         if [row for _, row in jobs] != list(range(len(logits_BV))):
             logits_JV = logits_BV[torch.tensor([row for _, row in jobs], device=self.device)]
+        logits_JV = self._within_budgets([job for job, _ in jobs], logits_JV, logits_BV)
         tokens = self._draw([job for job, _ in jobs], logits_JV, drawn)
         scored = [i for i, (job, _) in enumerate(jobs) if job.request.logprobs is not None]
         scores: dict[int, _Score] = {}
@@ -634,15 +708,31 @@ class Scheduler:
             for i, (job, _) in enumerate(jobs)
         ]
 
+    def _within_budgets(self, jobs: Sequence[Job], logits_JV: Tensor, logits_BV: Tensor) -> Tensor:
+        """The laws of requests with a budget per token, between those of their two rows."""
+        limited = [i for i, job in enumerate(jobs) if job.request.budget is not None]
+        if not limited:
+            return logits_JV
+        unsteered = []
+        for job in (jobs[i] for i in limited):
+            law_1V, job.unsteered_law = job.unsteered_law, None  # of a prompt that was just read
+            if law_1V is None:
+                assert job.unsteered is not None
+                law_1V = logits_BV[job.unsteered.index].unsqueeze(0)
+            unsteered.append(law_1V)
+        kappa = torch.tensor([jobs[i].request.budget for i in limited], device=self.device)
+        laws = within_budget(logits_JV[limited], torch.cat(unsteered), kappa)
+        return logits_JV.index_copy(0, torch.tensor(limited, device=self.device), laws)
+
     def _draw(
         self, jobs: Sequence[Job], logits_JV: Tensor, drawn: Sequence[int] | None
     ) -> list[int]:
         """A token per request, -1 where its logits are not finite.
 
-        Without penalties a token that the device has drawn stands.
+        A token that the device has drawn stands where it drew from these logits.
         """
         if drawn is not None:
-            again = [i for i, job in enumerate(jobs) if job.penalties is not None]
+            again = [i for i, job in enumerate(jobs) if job.drawn_here]
             tokens = [*drawn]
             if again:
                 redrawn = self._draw([jobs[i] for i in again], logits_JV[again], None)
@@ -705,6 +795,9 @@ class Scheduler:
             self.jobs.pop(job.row, None)
             self.decoder.leave(job.row, job.ids, damaged=job.failed)
             job.row = None
+        if job.unsteered is not None:
+            self.decoder.leave(job.unsteered, job.ids, damaged=job.failed)
+            job.unsteered = None
         for queue in (self.waiting, self._full):
             if job in queue:
                 queue.remove(job)
@@ -718,6 +811,13 @@ class Scheduler:
             job.on_update(update)
         except Exception:  # a failing receiver must not end the requests of others
             job.cancelled = True
+
+
+def _shares_row(first: Request, other: Request) -> bool:
+    """Whether two requests decode from the prompt that one row has read."""
+    keys = [r.steering and r.steering.key for r in (first, other)]
+    own = any(r.source is not None or r.budget is not None for r in (first, other))
+    return first.prompt == other.prompt and keys[0] == keys[1] and not own
 
 
 _Score = tuple[float | None, tuple[tuple[int, float], ...]]

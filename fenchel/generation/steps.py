@@ -12,7 +12,7 @@ tokens of some rows (``read``) and one token of all rows (``step``); the recorde
 tokens by the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fenchel.attention import Dense, attend
+from fenchel.attention import Dense, Sink, attend
 from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.generation.cpu_step import why_not_cpu, why_not_packed
 from fenchel.generation.fused_step import StepRecorder, capture_graph, why_not_fused
 from fenchel.generation.kv_cache import CacheKind, KVCache
+from fenchel.generation.steering import EmphasisTable
 from fenchel.model import Transformer
 from fenchel.model.attention import Attention
-from fenchel.model.forward_context import Observer
+from fenchel.model.forward_context import AttentionOverride, Observer
 from fenchel.torch_internals import has_forward_hooks
 
 NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -186,18 +187,21 @@ class ModelStep:
         every: bool = False,
         observe: Observer | None = None,
         encoded: EncoderOutput | None = None,
+        steer: Mapping[int, Tensor] | None = None,
+        emphasis: EmphasisTable | None = None,
     ) -> Tensor:
         """What the LM head takes at the last token of every part, or at ``every`` token of one.
 
-        Part b continues row b of the ``cache``; shorter ones are padded on the right.
-        -> (P or T, M)
+        Part b continues row b of the ``cache``; shorter ones are padded on the right. ``steer`` is
+        added to the streams after layers, (P, M) each. -> (P or T, M)
         """
         counts = [len(part) for part in parts]
         ids_PT = torch.zeros(len(parts), max(counts), dtype=torch.long)
         for row, part in zip(ids_PT, parts, strict=True):
             row[: len(part)] = torch.tensor(part)
         cache.counts = counts
-        hidden_PTM = self._call(ids_PT.to(cache.device), cache, observe, encoded, hidden=True)
+        ids_PT = ids_PT.to(cache.device)
+        hidden_PTM = self._call(ids_PT, cache, observe, encoded, steer, emphasis, hidden=True)
         if every:
             return hidden_PTM[0]
         return hidden_PTM[range(len(parts)), [n - 1 for n in counts]]
@@ -208,9 +212,11 @@ class ModelStep:
         token_B: Tensor,
         observe: Observer | None = None,
         encoded: EncoderOutput | None = None,
+        steer: Mapping[int, Tensor] | None = None,
+        emphasis: EmphasisTable | None = None,
     ) -> Tensor:
         """Logits after one more token of every row: (B,) -> (B, V)."""
-        return self._call(token_B.unsqueeze(-1), cache, observe, encoded)[:, -1]
+        return self._call(token_B.unsqueeze(-1), cache, observe, encoded, steer, emphasis)[:, -1]
 
     def logits(self, x_NM: Tensor) -> Tensor:
         """The LM head: (N, M) -> (N, V)."""
@@ -222,12 +228,19 @@ class ModelStep:
         cache: KVCache,
         observe: Observer | None,
         encoded: EncoderOutput | None,
+        steer: Mapping[int, Tensor] | None,
+        emphasis: EmphasisTable | None,
         *,
         hidden: bool = False,
     ) -> Tensor:
-        override = None
+        override: AttentionOverride | None = None
+        vectors = None
+        if steer is not None:
+            vectors = {layer: v_BM.unsqueeze(1) for layer, v_BM in steer.items()}
         if self.invariant and ids_BT.shape[1] == 1:
             override = RowByRow(cache)
+        if emphasis is not None:
+            override = Emphasised(emphasis, cache, override)
         with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
             result: Tensor = self.model(
                 ids_BT,
@@ -236,9 +249,31 @@ class ModelStep:
                 memory_mask_BS=None if encoded is None else encoded.mask,
                 observe=observe,
                 attention_override=override,
+                steer=vectors,
                 return_hidden=hidden,
             )
         return result
+
+
+class Emphasised:
+    """The attention of a layer with the emphasis of its rows, for ``attention_override``."""
+
+    def __init__(
+        self, table: EmphasisTable, cache: KVCache, inner: AttentionOverride | None = None
+    ) -> None:
+        self.table, self.cache, self.inner = table, cache, inner
+
+    def __call__(self, layer: int, call: AttentionCall) -> Tensor | None:
+        """q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+        (q, k, v, spec), T = call, call.q.shape[2]
+        before = int(isinstance(spec.prior, Sink))  # a sink stands before the keys
+        position_BS = self.cache.positions_of(layer, k.shape[2] - before, T)
+        log_u = nn.functional.pad(self.table.bias(layer, position_BS), (before, 0))
+        prior = Dense(log_u) if spec.prior is None else spec.prior + Dense(log_u)
+        changed = AttentionCall(self.table.scaled(layer, q), k, v, replace(spec, prior=prior))
+        if self.inner is not None:
+            return self.inner(layer, changed)
+        return attend(changed.q, k, v, **changed.spec)
 
 
 class RowByRow:

@@ -218,6 +218,8 @@ def run_blocks(
     layers_per_block = config.layers // len(blocks)
     for layer in range(config.layers):
         x_BTM = blocks[layer // layers_per_block](x_BTM, context, layer)
+        if context.steer is not None and layer in context.steer:
+            x_BTM = x_BTM + context.steer[layer]
     return x_BTM
 
 

@@ -10,7 +10,7 @@ Several documents may share a row (``segments_BT``, a number per document): a qu
 keys of its own document only, and positions count from the first slot of each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -33,6 +33,9 @@ AttentionOverride = Callable[[int, AttentionCall], Tensor | None]
 
 A tensor it returns, (B, H, T, D), replaces the attention output; None leaves the layer to compute
 it."""
+StreamVectors = Mapping[int, Tensor]
+"""What is added to the stream after a block, (B or 1, T or 1, M), by the number of its layer from
+0."""
 
 
 class Cache(Protocol):
@@ -105,6 +108,8 @@ class ForwardContext:
     """Which of its slots hold a token, (B, S)."""
     recompute: bool = False
     """Whether a block keeps only its input and is run again in the backward pass."""
+    steer: StreamVectors | None = None
+    """What is added to the stream after some layers."""
 
     priors: dict[tuple[Prior | None, int, Tensor | None], Prior] = field(default_factory=dict)
     """Dense priors by mask, keys and their positions, computed once for the layers that share

@@ -40,6 +40,7 @@ from fenchel.model.forward_context import (
     ForwardContext,
     Observer,
     SequencePart,
+    StreamVectors,
 )
 from fenchel.model.initialisation import initialise, post_norm_trouble
 from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts, Mlp
@@ -96,6 +97,7 @@ class Transformer(nn.Module):
         observe: Observer | None = None,
         attention_override: AttentionOverride | None = None,
         part: SequencePart | None = None,
+        steer: StreamVectors | None = None,
         recompute: bool = False,
         last: bool = False,
         return_hidden: bool = False,
@@ -110,6 +112,7 @@ class Transformer(nn.Module):
         rest; the result has only these positions. ``memory_BSM`` is the output of ``encode``, with
         its own mask. ``observe`` receives the queries, keys and values of every layer;
         ``attention_override`` may replace its attention output (fenchel/model/forward_context.py).
+        ``steer`` is added to the stream after some layers.
         With ``recompute`` blocks keep only their inputs for the backward pass, which runs them
         again (fenchel/model/block.py). With ``return_hidden`` the input of the LM head is returned
         instead of the logits, (B, T, M), for a loss that computes them in parts; a model without an
@@ -170,6 +173,7 @@ class Transformer(nn.Module):
             memory=memory_BSM,
             memory_mask=memory_mask_BS,
             recompute=recompute,
+            steer=steer,
         )
         x_BTM = run_blocks(self.blocks, self.config, x_BTM, context)
         if cache is not None:

@@ -78,3 +78,17 @@ def test_it_follows_scores_budget_and_prior() -> None:
 def test_a_negative_budget_gets_a_sentence() -> None:
     with pytest.raises(ValueError, match="kappa >= 0"):
         beta_for_budget(torch.zeros(3), -0.1)
+
+
+def test_a_prior_that_is_all_but_certain_has_its_beta_too() -> None:
+    """KL is 1e-60 up to some beta and then rises at once to its limit."""
+    draw = torch.Generator().manual_seed(0)
+    prior, z = (60.0 * torch.randn(500, 17, generator=draw).double() for _ in range(2))
+    kappa = 10 ** (4 * torch.rand(500, generator=draw).double() - 3.5)
+    log_u = prior.log_softmax(-1)
+    beta = beta_for_budget(z, kappa, log_u)
+    p = (log_u + beta.unsqueeze(-1) * z).log_softmax(-1)
+    found = (p.exp() * (p - log_u)).sum(-1)
+    inside = beta.isfinite()
+    assert int(inside.sum()) > 400
+    torch.testing.assert_close(found[inside], kappa[inside], rtol=1e-6, atol=1e-9)

@@ -13,10 +13,12 @@ from fenchel.data import TextTokenizer
 from fenchel.generation import (
     Conversation,
     Decoder,
+    Emphasis,
     GenerationSettings,
     Request,
     Sampling,
     Scheduler,
+    Steering,
     Token,
     TraceAttention,
     TraceSettings,
@@ -53,6 +55,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "invariant": {"invariant": True},
     "alibi": {"model": {"positions": "alibi"}},
     "entmax": {"model": {"choice": "entmax"}},
+    "steered": {"steering": {}},
+    "budget per token": {"steering": {"budget": 0.05}},
+    "emphasis": {"steering": {"vectors": {}, "emphasis": Emphasis(frozenset({1, 3}), 3.0, 0.5)}},
+    "emphasis and invariant": {
+        "invariant": True,
+        "steering": {"emphasis": Emphasis(frozenset({1, 3}), 3.0, heads=frozenset({1}))},
+    },
+    "steered past the context": {
+        "model": {"context": 12},
+        "past_context": True,
+        "steering": {"budget": 0.05},
+    },
+    "steered and invariant": {"invariant": True, "steering": {"budget": 0.05}},
     "encoder-decoder": {
         "model": {"kind": "encoder-decoder", "positions": "buckets"},
         "source": (9, 8, 7, 6),
@@ -70,6 +85,10 @@ class Call:
         self.source = changes.pop("source", None)
         self.prompt = PROMPT if self.source is None else (3,)
         self.tokenizer = tokenizer
+        if "steering" in changes:
+            draw = torch.Generator().manual_seed(2)
+            vectors = {n: torch.randn(self.model.config.width, generator=draw) for n in (1, 2)}
+            changes["steering"] = Steering(**{"vectors": vectors, **changes["steering"]})
         usual = {"max_new_tokens": N, "sampling": DRAWN, "seed": 11, "past_context": False}
         self.settings = GenerationSettings(**{**usual, **changes})
 
@@ -143,7 +162,8 @@ def through_serve(call: Call) -> list[Token]:
         beside = [Receiver() for _ in range(2)]
         if call.source is None:  # other requests at the same time
             for seed, one in enumerate(beside):
-                engine.submit(replace(call.request, prompt=(seed + 1,), trace=None), one)
+                other = replace(call.request, prompt=(seed + 1,), trace=None, steering=None)
+                engine.submit(other, one)
         result = Receiver()
         engine.submit(call.request, result)
         return result.wait()
@@ -202,7 +222,10 @@ def test_the_features_differ_from_the_plain_call(lively: Build, tokenizer: TextT
     """So that none of them is ignored by all doors alike."""
     ids = {
         feature: [token.id for token in through_generate(Call(feature, lively, tokenizer))]
-        for feature in ("plain", "greedy", "penalties", "bias", "windows", "alibi", "entmax")
+        for feature in (
+            *("plain", "greedy", "penalties", "bias", "windows", "alibi", "entmax"),
+            *("steered", "budget per token", "emphasis"),
+        )
     }
     assert len({tuple(one) for one in ids.values()}) == len(ids)
 

@@ -1,0 +1,308 @@
+"""fenchel/generation/steering.py: rows with vectors, emphasis and budgets of their own."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import cvxpy
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.attention.spec import AttentionCall
+from fenchel.generation import (
+    Decoder,
+    Emphasis,
+    GenerationSettings,
+    Sampling,
+    Scheduler,
+    Steering,
+    fused_step,
+    generate,
+    steps,
+)
+from fenchel.generation.cpu_step import why_not_packed
+from fenchel.generation.scheduler import Request, Token, Update
+from fenchel.generation.steering import within_budget
+from fenchel.model import Transformer
+
+Build = Callable[..., Transformer]
+PROMPTS = ([3, 14, 15, 9, 2, 6], [5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1])
+NEW = [4, 11, 6, 20, 9]
+KINDS = ["model", "cpu", "packed", "graph", "fused"]
+GREEDY = Sampling(temperature=0.0)
+
+
+def vectors(width: int, *layers: int, seed: int = 0, size: float = 2.0) -> dict[int, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {layer: size * torch.randn(width, generator=draw) for layer in layers}
+
+
+def as_it_is(step: fused_step.Step, _: torch.device) -> fused_step.Step:
+    """A recording that is the step itself."""
+    return step
+
+
+def hooked(model: Transformer, steering: Steering | None, ids: list[int]) -> Tensor:
+    """Logits after the last token, by hooks and by softmax written out."""
+    with ExitStack() as stack, torch.no_grad():
+        for layer, v_M in {} if steering is None else steering.vectors.items():
+            add = v_M.to(model.embed.weight)
+            hook = model.blocks[layer - 1].register_forward_hook(lambda *a, add=add: a[-1] + add)
+            stack.callback(hook.remove)
+        emphasis = None if steering is None else steering.emphasis
+        override = None if emphasis is None else softmax_with(emphasis)
+        device = model.embed.weight.device
+        z: Tensor = model(torch.tensor([ids], device=device), attention_override=override)[0, -1]
+        return z
+
+
+def softmax_with(emphasis: Emphasis) -> Callable[[int, AttentionCall], Tensor | None]:
+    def override(layer: int, call: AttentionCall) -> Tensor | None:
+        q, k, v, spec = call
+        if emphasis.layers is not None and layer + 1 not in emphasis.layers:
+            return None
+        H, T = q.shape[1:3]
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+        z = spec.scale_for(q.shape[-1]) * q @ k.mT
+        for h in range(H):
+            if emphasis.heads is None or h + 1 in emphasis.heads:
+                z[:, h] *= emphasis.beta
+                for token in emphasis.tokens:
+                    if token < T:
+                        z[:, h, :, token] += emphasis.bias
+        z += torch.full((T, T), -torch.inf, dtype=z.dtype, device=z.device).triu(1)
+        return z.softmax(-1) @ v
+
+    return override
+
+
+@pytest.fixture
+def decoder_of(
+    device: str, lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, dict[str, Any]], Decoder]:
+    """A decoder of three rows by one kind of step; kernels are interpreted without a GPU."""
+    if device != "cuda":
+        monkeypatch.setattr(steps, "why_not_fused", lambda _: None)
+
+    def build(kind: str, shape: dict[str, Any]) -> Decoder:
+        model = lively(**{"kv_heads": 2, "context": 24, **shape})
+        if kind == "packed" and why_not_packed(model) is not None:
+            pytest.skip("this torch has no oneDNN")
+        recorded = kind in ("graph", "fused")
+        model = model.to(device if recorded else "cpu")
+        record = fused_step.capture_graph if device == "cuda" and recorded else as_it_is
+        return Decoder(model, rows=3, step=kind, record=record, steered=(1, 2))
+
+    return build
+
+
+STEERED: dict[str, tuple[dict[str, Any], list[Steering | None]]] = {
+    "vectors": (
+        {},
+        [Steering(vectors(32, 1)), None, Steering(vectors(32, 1, 2, seed=1))],
+    ),
+    "emphasis": (
+        {},
+        [
+            Steering(emphasis=Emphasis(frozenset({1, 2}), 2.5, heads=frozenset({2, 3}))),
+            None,
+            Steering(emphasis=Emphasis(frozenset({0}), -4.0, 0.3, layers=frozenset({2}))),
+        ],
+    ),
+    "both": (
+        {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
+        [Steering(vectors(32, 2), Emphasis(frozenset({3}), 3.0)), None, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", STEERED)
+def test_every_row_has_the_logits_of_a_model_steered_by_hooks(
+    case: str, kind: str, decoder_of: Callable[[str, dict[str, Any]], Decoder]
+) -> None:
+    shape, steerings = STEERED[case]
+    decoder = decoder_of(kind, shape)
+    model, read = decoder.model, [list(prompt) for prompt in PROMPTS]
+    with torch.inference_mode():
+        rows = []
+        for prompt, steering in zip(PROMPTS, steerings, strict=True):
+            row = decoder.take(prompt, steering=steering)
+            decoder.read([row], [prompt[:2]])
+            decoder.read([row], [prompt[2:-1]])
+            row.token, row.end = prompt[-1], decoder.context
+            rows.append(row)
+        decoder.arrived()
+        for token in NEW:
+            logits = decoder.step()
+            for row, ids, steering in zip(rows, read, steerings, strict=True):
+                wanted = hooked(model, steering, ids)
+                torch.testing.assert_close(logits[row.index], wanted, atol=2e-3, rtol=2e-3)
+                row.token = token
+                ids.append(token)
+
+
+@pytest.mark.parametrize("shape", [{}, {"norm_place": "both"}, {"experts": 2}], ids=str)
+def test_generate_takes_it_for_any_kind_of_block(shape: dict[str, Any], lively: Build) -> None:
+    model, steering = lively(**shape), Steering(vectors(32, 1))
+    ids = torch.tensor([PROMPTS[0]])
+    new = generate(model, ids, max_new_tokens=5, temperature=0.0, steer=steering)[0].tolist()
+    for n in range(len(PROMPTS[0]), len(new)):
+        assert new[n] == int(hooked(model, steering, new[:n]).argmax())
+    plain = generate(model, ids, max_new_tokens=5, temperature=0.0)[0].tolist()
+    assert new != plain
+
+
+def test_a_prefix_is_never_shared_between_two_steerings(lively: Build) -> None:
+    """One decoder, the same prompt: each time the text of a decoder of its own."""
+    model = lively(context=64)
+    prompt = [n % 30 for n in range(1, 41)]
+    first, other = Steering(vectors(32, 1)), Steering(vectors(32, 1, seed=1))
+    emphasised = Steering(emphasis=Emphasis(frozenset({3}), 3.0))
+    decoder = Decoder(model, rows=2)
+    alike = Steering({1: first.vectors[1].clone()})
+    for steering in (first, None, other, first, emphasised, None, alike):
+        settings = GenerationSettings(max_new_tokens=6, sampling=GREEDY, steering=steering)
+        found = run(decoder, settings.request(prompt))
+        assert found == run(settings.decoder(model), settings.request(prompt))
+    assert decoder.reusable([*prompt, 1], alike) == len(prompt)
+    assert decoder.reusable([*prompt, 1], emphasised) in (0, len(prompt))
+    assert decoder.reusable([*prompt, 1], Steering(vectors(32, 2))) == 0
+
+
+def run_tokens(decoder: Decoder, *requests: Request) -> list[list[Token]]:
+    scheduler, new = Scheduler(decoder), [list[Token]() for _ in requests]
+
+    def receiver(tokens: list[Token]) -> Callable[[Update], None]:
+        return lambda update: tokens.extend(update.tokens)
+
+    for request, tokens in zip(requests, new, strict=True):
+        scheduler.submit(request, receiver(tokens))
+    while scheduler.busy:
+        scheduler.turn()
+    return new
+
+
+def run(decoder: Decoder, *requests: Request) -> list[list[int]]:
+    return [[token.id for token in row] for row in run_tokens(decoder, *requests)]
+
+
+def test_with_invariant_a_steered_request_changes_no_bit_of_31_others(lively: Build) -> None:
+    model = lively(context=32)
+    settings = GenerationSettings(max_new_tokens=4, sampling=GREEDY, invariant=True, logprobs=3)
+    steering = Steering(vectors(32, 1), Emphasis(frozenset({1}), 2.0))
+    requests = [settings.request([n % 31, n // 31, 9]) for n in range(32)]
+
+    plain = run_tokens(settings.decoder(model, rows=32), *requests)
+    steered = replace(requests[0], steering=steering)
+    beside = run_tokens(settings.decoder(model, rows=32), steered, *requests[1:])
+    assert beside[0] != plain[0]
+    assert beside[1:] == plain[1:]
+
+
+@pytest.mark.parametrize("kind", ["model", "cpu", "graph"])
+def test_no_token_is_further_from_the_unsteered_law_than_its_budget(
+    kind: str, decoder_of: Callable[[str, dict[str, Any]], Decoder]
+) -> None:
+    """Measured by hooks on the sequence that was drawn; the strength is far too large."""
+    kappa, steering = 0.05, Steering(vectors(32, 1, size=8.0), budget=0.05)
+    decoder = decoder_of(kind, {})
+    settings = GenerationSettings(
+        max_new_tokens=8, sampling=Sampling(temperature=1.0), seed=5, logprobs=20, steering=steering
+    )
+    other = replace(settings.request(PROMPTS[1]), steering=None)
+    tokens, beside = run_tokens(decoder, settings.request(PROMPTS[0]), other)
+    assert len(tokens) == len(beside) == 8
+    ids = list(PROMPTS[0])
+    for token in tokens:
+        p0 = hooked(decoder.model, None, ids).double().log_softmax(-1)
+        p1 = hooked(decoder.model, steering, ids).double().log_softmax(-1)
+        assert float((p1.exp() * (p1 - p0)).sum()) > kappa
+        law = within_budget(p1[None], p0[None], torch.tensor([kappa]))[0]
+        assert float((law.exp() * (law - p0)).sum()) <= kappa + 1e-6
+        for number, logprob in token.top:
+            assert logprob == pytest.approx(float(law[number]), abs=5e-3)
+        ids.append(token.id)
+    assert all(row is None for row in decoder.rows)
+
+
+def test_laws_keep_their_budget_and_reach_it(device: str) -> None:
+    """Laws of every sharpness; a hundred thousand pairs were tried once."""
+    draw = torch.Generator().manual_seed(3)
+    for size in (0.1, 1.0, 10.0, 60.0):
+        p0, p1 = (size * torch.randn(2_000, 17, generator=draw) for _ in range(2))
+        kappa = 10 ** (4 * torch.rand(2_000, generator=draw) - 3.5)
+        law = within_budget(p1.to(device), p0.to(device), kappa.to(device)).cpu().double()
+        p0, p1 = (z.double().log_softmax(-1) for z in (p0, p1))
+        kl, whole = ((p.exp() * (p - p0)).sum(-1) for p in (law, p1))
+        assert float((kl - kappa).max()) <= 1e-6
+        inside = whole <= kappa
+        torch.testing.assert_close(law[inside], p1[inside], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(kl[~inside], kappa[~inside].double(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_law_is_the_solution_of_the_convex_program() -> None:
+    draw = torch.Generator().manual_seed(4)
+    for kappa in (0.02, 0.3):
+        p0, p1 = (torch.randn(6, generator=draw).double().log_softmax(-1) for _ in range(2))
+        law = within_budget(p1[None], p0[None], torch.tensor([kappa]))[0].exp().numpy()
+        p = cvxpy.Variable(6)
+        gain, prior = (p1 - p0).numpy(), p0.exp().numpy()
+        divergence = cvxpy.sum(cvxpy.kl_div(p, prior))  # p log(p / prior) - p + prior
+        limits = [cvxpy.sum(p) == 1, divergence <= kappa]
+        cvxpy.Problem(cvxpy.Maximize(gain @ p), limits).solve(solver="CLARABEL")
+        assert np.abs(p.value - law).max() < 1e-5
+
+
+def test_a_word_that_neither_law_allows_stays_forbidden() -> None:
+    z = torch.tensor([[1.0, 2.0, -torch.inf]])
+    law = within_budget(z.flip(0) + torch.tensor([[2.0, 0.0, 0.0]]), z, torch.tensor([0.01]))
+    assert law[0, 2] == -torch.inf
+    assert bool(law[0, :2].isfinite().all())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"vectors": {1: torch.zeros(5)}}, r"\(5,\) after layer 1 should be of \(32,\)"),
+    "layer": ({"vectors": {9: torch.zeros(32)}}, "after layer 9 should be .* after layer 1 to 2"),
+    "nan": ({"vectors": {1: torch.full((32,), torch.nan)}}, "layer 1 holds nan or inf"),
+    "budget": ({"budget": 0.0}, "budget of 0 nats per token should be above 0"),
+    "head": ({"emphasis": Emphasis(heads=frozenset({7}))}, "no head 7; the model has 1 to 4"),
+    "bias": ({"emphasis": Emphasis(bias=float("nan"))}, "bias of nan should be -20 to 20"),
+    "beta": ({"emphasis": Emphasis(beta=-1.0)}, "beta=-1 should be 0 to 100"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(case: str, lively: Build) -> None:
+    keywords, sentence = REFUSED[case]
+    with pytest.raises(ValueError, match=sentence):
+        generate(lively(), torch.tensor([[1, 2]]), max_new_tokens=2, steer=Steering(**keywords))
+
+
+def test_a_budget_needs_a_second_row(lively: Build) -> None:
+    request = GenerationSettings(max_new_tokens=2, steering=Steering(budget=0.1)).request([1])
+    with pytest.raises(ValueError, match="takes a second row"):
+        run(Decoder(lively(), rows=1), request)
+    recorded = Decoder(lively(), rows=2, step="graph", record=as_it_is)
+    with pytest.raises(ValueError, match="adds nothing after layer 1"):
+        run(recorded, replace(request, steering=Steering(vectors(32, 1))))
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_a_cancelled_request_with_a_budget_frees_both_rows(turns: int, lively: Build) -> None:
+    """While its two prompts are read, and while it decodes."""
+    decoder = Decoder(lively(context=64), rows=2, chunk=4)
+    scheduler, ends = Scheduler(decoder), list[Any]()
+    settings = GenerationSettings(max_new_tokens=40, steering=Steering(budget=0.1))
+    request = settings.request([n % 30 for n in range(10)])
+    job = scheduler.submit(request, lambda update: ends.append(update.finish))
+    for _ in range(turns):
+        scheduler.turn()
+    job.cancelled = True
+    while scheduler.busy:
+        scheduler.turn()
+    assert ends[-1] == "cancelled"
+    assert decoder.free == 2
