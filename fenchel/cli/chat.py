@@ -172,7 +172,7 @@ def run(
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
     if config.kind == "encoder":
         raise ValueError(f"a chat needs a decoder, and the model of {directory} is an encoder.")
-    model = steering.added_to(model if context is None else model.with_context(context))
+    model = model if context is None else model.with_context(context)
     if (chat_template := read_chat_template(directory, template)) is None:
         raise ValueError(_no_template(directory))
     stops = [*end_ids(directory, tokenizer), *chat_template.stops(tokenizer), *(stop or ())]
@@ -194,6 +194,7 @@ def run(
             invariant=invariant,
             logprobs=logprobs,
             trace=TraceSettings(entropy=True, attention=TraceAttention()) if attention else None,
+            steering=steering.steering(model),
         ),
         system=system,
         trust_user_tokens=trust_user_tokens,

@@ -21,7 +21,7 @@ from fenchel.cli.console import (
     text_path,
     width_of,
 )
-from fenchel.cli.steer import NOT_STEERED, SteerFlags
+from fenchel.cli.steer import DirectionFlags
 from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         Score,
         TextEvaluation,
     )
+
+
+NOT_STEERED = DirectionFlags()
 
 
 def run(
@@ -49,7 +52,7 @@ def run(
     save: Switch = False,
     page: Path | None = None,
     adapter: CheckpointPath | None = None,
-    steering: SteerFlags = NOT_STEERED,
+    steering: DirectionFlags = NOT_STEERED,
     device: Device = None,
     dtype: DtypeName | None = None,
     json: Json = False,
@@ -135,11 +138,12 @@ def run(
         how["progress"] = console.progress
 
         def evaluate(
-            path: Path, adapter: Path | None = None, flags: SteerFlags = NOT_STEERED
+            path: Path, adapter: Path | None = None, flags: DirectionFlags = NOT_STEERED
         ) -> "tuple[TextEvaluation, str]":
             """The result of a model and how its texts begin, in words."""
             model, tokenizer, _ = load_checkpoint(path, *place, adapter)
-            model = flags.added_to(model)
+            direction = flags.direction(model)
+            model = model if direction is None else direction.added_to(model)
             choice = prediction_map(path)
             measured = evaluate_text(model, tokenizer, source, name=str(path), choice=choice, **how)
             return measured, describe_beginning(tokenizer)

@@ -166,7 +166,7 @@ def run(
     chosen, from_checkpoint = resolve_sampling(config, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, model_config = load_checkpoint(directory, on, as_dtype, adapter)
-    model = steering.added_to(model if context is None else model.with_context(context))
+    model = model if context is None else model.with_context(context)
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, model_config, ends, config.decoder_start)
     if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
@@ -183,6 +183,7 @@ def run(
         invariant=invariant,
         logprobs=logprobs,
         trace=traced,
+        steering=steering.steering(model),
     )
     requests = [settings.request(ids, source=source)] if max_new_tokens else []
     found = updates(model, requests, settings, tokenizer=tokenizer)

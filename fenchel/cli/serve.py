@@ -18,7 +18,6 @@ from fenchel.cli.console import (
     loading,
     require_inputs,
 )
-from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.files import printable, read_regular
 from fenchel.hub_cache import model_name
 
@@ -41,7 +40,7 @@ def run(
     cache: Literal["model", "float16", "int8"] = "model",
     prefixes: bool = True,
     adapter: CheckpointPath | None = None,
-    steering: SteerFlags = NOT_STEERED,
+    steer: Annotated[list[Path] | None, Parameter(negative="")] = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     threads: Whole | None = None,
@@ -89,6 +88,10 @@ def run(
         was read before.
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
+    steer
+        A direction that fenchel steer has written for this model, added to the stream of every
+        answer; may be given several times. A request may give other strengths, by the names of the
+        files: "fenchel": {"steer": {"kind": 1.5}}.
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
@@ -156,7 +159,8 @@ def run(
         )
         from fenchel.server.embeddings import Embedder
         from fenchel.server.engine import Engine
-        from fenchel.server.openai_api import ServedModel
+        from fenchel.server.openai_api import NamedDirection, ServedModel
+        from fenchel.steering import Direction
         from fenchel.train.hardware import cores
 
     listener = listen(host, port)
@@ -169,7 +173,9 @@ def run(
     fewer = min(torch.get_num_threads(), max(1, cores() - 1))  # one is for HTTP
     torch.set_num_threads(threads or fewer)
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
-    model = steering.added_to(model)
+    directions = {file.stem: Direction.load(file, model) for file in steer or ()}
+    if len(directions) < len(steer or ()):
+        raise ValueError("two files of --steer have the same name, by which requests call them.")
     served_name = name or model_name(directory)
     chat_template = read_chat_template(directory, template)
     relay = Relay()
@@ -183,6 +189,7 @@ def run(
             invariant=invariant,
             cache=cache,
             prefixes=prefixes,
+            steered={layer for one in directions.values() for layer in one.vectors},
             queue=queue,
             tracing=trace_rows,
             calibration=read_calibration(directory, model),
@@ -205,6 +212,9 @@ def run(
         trust_user_tokens=trust_user_tokens,
         fingerprint="" if engine is None else engine.fingerprint(),
         created=int(time.time()),
+        directions={
+            name: NamedDirection(one.vectors, one.strength) for name, one in directions.items()
+        },
         most_choices=min(64, queue),
         most_traced=trace_rows,
     )

@@ -20,11 +20,14 @@ from fenchel.cli.console import (
     require_inputs,
     text_path,
 )
+from fenchel.cli.inspect import numbers
 from fenchel.files import printable, read_regular, require_output
 
 if TYPE_CHECKING:
     from fenchel.data import TextTokenizer
+    from fenchel.generation import Steering
     from fenchel.model import Transformer
+    from fenchel.steering import Direction
 
 _BYTES = 2**20  # of a file of texts
 _CHARACTERS = 32  # that a token has at most, on average
@@ -32,26 +35,64 @@ _CHARACTERS = 32  # that a token has at most, on average
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class SteerFlags:
-    """The flags of a steered model."""
+class DirectionFlags:
+    """The flags of a direction."""
 
     steer: Path | None = None
     """A direction that fenchel steer has written for this model, added to its stream."""
     strength: Annotated[float | None, Parameter(allow_leading_hyphen=True)] = None
     """How often it is added, by default as often as the file says; below 0 the other way."""
 
-    def added_to(self, model: "Transformer") -> "Transformer":
-        """The steered model, or the model itself without --steer."""
+    def direction(self, model: "Transformer") -> "Direction | None":
+        """The direction of the file; None without --steer."""
         if self.steer is None:
             if self.strength is not None:
                 raise ValueError("--strength belongs to --steer FILE.")
-            return model
+            return None
         from fenchel.steering import Direction
 
-        direction = Direction.load(self.steer, model)
-        return direction.at(
-            direction.strength if self.strength is None else self.strength
-        ).added_to(model)
+        found = Direction.load(self.steer, model)
+        return found if self.strength is None else found.at(self.strength)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SteerFlags(DirectionFlags):
+    """The flags of steered decoding."""
+
+    token_kl: float | None = None
+    """KL to the law of the unsteered model that no token exceeds, in nats; as many rows again."""
+    emphasise: Annotated[list[str] | None, Parameter(negative="")] = None
+    """Words of the prompt that attention is drawn to; may be given several times."""
+    emphasis: Annotated[float | None, Parameter(allow_leading_hyphen=True)] = None
+    """Logarithm of the factor on their weights, 1 by default; below 0 they are read less."""
+    emphasis_layers: str | None = None
+    """The layers that emphasise, from 1, as in 3 or 1-4,12; all by default."""
+
+    def steering(self, model: "Transformer") -> "Steering | None":
+        """What every request of a command is steered by; None without these flags."""
+        if self.emphasise is None and (self.emphasis, self.emphasis_layers) != (None, None):
+            raise ValueError("--emphasis and --emphasis-layers belong to --emphasise WORDS.")
+        direction = self.direction(model)
+        if direction is None and self.emphasise is None:
+            if self.token_kl is not None:
+                raise ValueError("--token-kl belongs to --steer FILE or --emphasise WORDS.")
+            return None
+        from fenchel.generation import Emphasis, Steering
+
+        emphasis = None
+        if self.emphasise is not None:
+            layers = numbers(self.emphasis_layers, "--emphasis-layers")
+            emphasis = Emphasis(
+                texts=tuple(self.emphasise),
+                bias=1.0 if self.emphasis is None else self.emphasis,
+                layers=None if layers is None else frozenset(layers),
+            )
+        steering = Steering(
+            {} if direction is None else direction.scaled, emphasis, budget=self.token_kl
+        )
+        steering.require(model.config)
+        return steering
 
 
 NOT_STEERED = SteerFlags()

@@ -363,7 +363,9 @@ def _tokens(
         settings.request(row, i, None if sources is None else sources[i])
         for i, row in enumerate(rows)
     ]
-    needed = tokenizer if any(isinstance(stop, str) for stop in settings.stop) else None
+    texts = settings.steering is not None and settings.steering.emphasis is not None
+    texts = texts or any(isinstance(stop, str) for stop in settings.stop)
+    needed = tokenizer if texts else None
     if not settings.max_new_tokens:
         return iter(())
     pairs = _updates(model, requests, settings, needed, decoder)

@@ -37,7 +37,7 @@ T tokens of a prompt or of a chunk of it, V vocabulary.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Literal, NamedTuple
 
@@ -278,6 +278,7 @@ class Scheduler:
 
     def prepare(self, request: Request, on_update: OnUpdate) -> Job:
         """The job of a request, to be appended to ``waiting``; raises for what cannot be served."""
+        request = self._with_emphasis(request)
         self._require(request)
         text = None
         if self.tokenizer is not None:
@@ -291,6 +292,16 @@ class Scheduler:
             job.lookup = PromptLookup(request.prompt)
             job.drafts = DraftControl(request.draft)
         return job
+
+    def _with_emphasis(self, request: Request) -> Request:
+        """The request with the positions of the words that it emphasises."""
+        steering = request.steering
+        if steering is None or steering.emphasis is None or not steering.emphasis.texts:
+            return request
+        if self.tokenizer is None:
+            raise ValueError("to emphasise words of a prompt give the tokenizer.")
+        emphasis = steering.emphasis.found_in(self.tokenizer, request.prompt)
+        return replace(request, steering=replace(steering, emphasis=emphasis))
 
     def submit(self, request: Request, on_update: OnUpdate) -> Job:
         """Accept a request; ``on_update`` is called in ``turn`` until it has finished."""

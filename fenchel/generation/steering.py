@@ -24,15 +24,20 @@ B rows, T new tokens, S keys, H heads, M width of the stream, V vocabulary. KL i
 """
 
 import hashlib
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fenchel.choice import beta_for_budget
+from fenchel.data import AnyTokenizer
+from fenchel.files import printable
+from fenchel.generation.text_stream import Detokenizer
 from fenchel.model import ModelConfig
 
 MOST_BIAS, MOST_BETA = 20.0, 100.0
@@ -52,6 +57,28 @@ class Emphasis:
     """From 1; None is all."""
     heads: frozenset[int] | None = None
     """From 1, in each of the layers; None is all."""
+    texts: tuple[str, ...] = ()
+    """Words of the prompt whose tokens are added to ``tokens``, wherever they stand."""
+
+    def found_in(self, tokenizer: AnyTokenizer, ids: Sequence[int]) -> "Emphasis":
+        """The same with the positions of ``texts`` in a prompt; raises where one is not there."""
+        if not self.texts:
+            return self
+        detokenizer, text, ends = Detokenizer(tokenizer), "", list[int]()
+        for token in ids:
+            text += detokenizer.add(token)
+            ends.append(len(text))
+        text += detokenizer.flush()
+        tokens = set(self.tokens)
+        for words in self.texts:
+            starts = [match.start() for match in re.finditer(re.escape(words), text)]
+            if not words or not starts:
+                raise ValueError(f"the prompt has no text {printable(words, 60)!r} to emphasise.")
+            for start in starts:
+                # A token stands between the end of the one before it and its own.
+                first = bisect_right(ends, start)
+                tokens.update(range(first, bisect_left(ends, start + len(words)) + 1))
+        return replace(self, tokens=frozenset(t for t in tokens if t < len(ids)), texts=())
 
     def require(self, config: ModelConfig) -> None:
         """Raise where a model has not such layers or heads, or a number is none."""

@@ -13,7 +13,7 @@ The engine does not depend on HTTP. Callbacks run on the worker thread, once per
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,7 +79,8 @@ class Engine:
 
     ``context`` bounds prompt and continuation together. With ``invariant`` a request gives the same
     bits whatever else is served. ``step`` as in ``generate``. Without ``prefixes`` every prompt is
-    read from its beginning. ``queue`` requests may wait.
+    read from its beginning. Vectors may be added after the layers ``steered``. ``queue`` requests
+    may wait.
     ``tracing`` requests at a time may have their attention traced, with ``calibration`` for their
     confidence.
     """
@@ -95,6 +96,7 @@ class Engine:
         cache: CacheKind = "model",
         step: str = "auto",
         prefixes: bool = True,
+        steered: Collection[int] = (),
         queue: int = 64,
         tracing: int = 4,
         calibration: TokenCalibration | None = None,
@@ -108,6 +110,7 @@ class Engine:
             cache=cache,
             step=step,
             prefixes=prefixes,
+            steered=steered,
         )
         self.scheduler = Scheduler(
             self.decoder, tokenizer, calibration=calibration, on_finish=self._on_finish

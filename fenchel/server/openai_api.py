@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fenchel.config import did_you_mean
 from fenchel.data import ChatTemplate, TextTokenizer
 from fenchel.files import no_duplicates, printable
@@ -39,6 +41,7 @@ from fenchel.generation.attention_trace import TRACE_FIELDS, TraceSettings, trac
 from fenchel.generation.generate import prompt_ids
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling, choice_seed
 from fenchel.generation.scheduler import Request, Token, Update
+from fenchel.generation.steering import MOST_BIAS, Emphasis, Steering
 from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
 from fenchel.model import ModelConfig
 
@@ -48,6 +51,13 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 DEEPEST = 16
 """Nested objects and lists of a body at most."""
 MOST_DRAFT, MOST_TOKENS = 64, 1 << 20
+MOST_STRENGTH = 1e3
+"""Of a direction, in units of its vectors."""
+DECODING_FIELDS = (
+    *("draft", "past_context"),
+    *("steer", "token_kl", "emphasise", "emphasis", "emphasis_layers"),
+)
+"""Fields of the field ``fenchel`` beside those of a trace."""
 """Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
 LOWEST = -9999.0
 """What -inf is written as."""
@@ -120,6 +130,13 @@ class ApiError(Exception):
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+class NamedDirection(NamedTuple):
+    """Vectors (M,) by layer, from 1, and how often they are added unless a request says."""
+
+    vectors: Mapping[int, Tensor]
+    strength: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """The served model and what requests to it depend on."""
@@ -141,6 +158,8 @@ class ServedModel:
     """What ends an answer, by the template."""
     trust_user_tokens: bool = False
     """Whether a message may spell control tokens."""
+    directions: Mapping[str, NamedDirection] = field(default_factory=dict)
+    """Directions that answers are steered by, by the names that requests call them."""
     fingerprint: str = ""
     created: int = 0
     most_choices: int = 64
@@ -253,6 +272,7 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         trace=own.trace,
         draft=own.draft,
         past_context=own.past_context,
+        steering=own.steering,
     )
     return _call(fields, served, template, [ids for ids, _ in prompts], is_chat=False, echo=echoes)
 
@@ -298,6 +318,7 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         trace=own.trace,
         draft=own.draft,
         past_context=own.past_context,
+        steering=own.steering,
     )
     return _call(fields, served, template, [ids], is_chat=True)
 
@@ -484,6 +505,13 @@ def text_ids(text: str, served: ServedModel) -> list[int]:
 
 def _with_prompt(request: Request, served: ServedModel, ids: Sequence[int]) -> Request:
     """The request with ids as prompt of a decoder, or as source of an encoder-decoder."""
+    steering = request.steering
+    if steering is not None and steering.emphasis is not None:
+        try:
+            emphasis = steering.emphasis.found_in(served.tokenizer, ids)
+        except ValueError as error:
+            raise ApiError(str(error), param="fenchel.emphasise") from None
+        request = replace(request, steering=replace(steering, emphasis=emphasis))
     if served.config.kind != "encoder-decoder":
         return replace(request, prompt=tuple(ids))
     start = served.tokenizer.pad_id if served.decoder_start is None else served.decoder_start
@@ -631,6 +659,7 @@ class _OwnFields(NamedTuple):
     trace: TraceSettings | None
     draft: int
     past_context: bool
+    steering: Steering | None
     most_tokens: int
     """New tokens at most."""
 
@@ -639,7 +668,7 @@ def _own_fields(fields: _Fields, served: ServedModel) -> _OwnFields:
     value = fields.values.get("fenchel", {})
     if not isinstance(value, dict):
         raise fields.wrong("fenchel", "an object")
-    names, known = ("draft", "past_context"), ("draft", "past_context", *TRACE_FIELDS)
+    names, known = DECODING_FIELDS, (*DECODING_FIELDS, *TRACE_FIELDS)
     for name in value:
         if name not in known:
             hint = did_you_mean(str(name)[:40], known)
@@ -648,7 +677,7 @@ def _own_fields(fields: _Fields, served: ServedModel) -> _OwnFields:
     decoding = {name: value[name] for name in names if name in value}
     own = _Fields(decoding, names, "fenchel", "fenchel.")
     draft = own.integer("draft", 0, 0, MOST_DRAFT) or 0
-    past_context = own.flag("past_context")
+    past_context, steering = own.flag("past_context"), _steering(own, served)
     traced = {name: one for name, one in value.items() if name not in names}
     trace = None
     if traced or ("fenchel" in fields.values and not decoding):
@@ -656,7 +685,56 @@ def _own_fields(fields: _Fields, served: ServedModel) -> _OwnFields:
             trace = trace_settings(traced, served.config)
         except ValueError as error:
             raise ApiError(str(error), param="fenchel") from None
-    return _OwnFields(trace, draft, past_context, MOST_TOKENS if past_context else served.context)
+    most = MOST_TOKENS if past_context else served.context
+    return _OwnFields(trace, draft, past_context, steering, most)
+
+
+def _steering(fields: _Fields, served: ServedModel) -> Steering | None:
+    """What steers a request: the directions of the server, at its own strengths where it has any.
+
+    Emphasised words are found in the prompts later, by ``_call``.
+    """
+    strengths = {name: one.strength for name, one in served.directions.items()}
+    if "steer" in fields.values:
+        given, strengths = fields.values["steer"], {}
+        if not isinstance(given, dict):
+            raise fields.wrong("steer", "an object of names and strengths")
+        named = _Fields(given, served.directions, "fenchel.steer", "fenchel.steer.")
+        for name in given:  # null is the strength of the file
+            least, most = -MOST_STRENGTH, MOST_STRENGTH
+            strength = named.number(name, least, most, f"a number from {least:g} to {most:g}")
+            own = served.directions[name].strength
+            strengths[name] = own if strength is None else strength
+    vectors: dict[int, Tensor] = {}
+    for name, strength in strengths.items():
+        for layer, v_M in served.directions[name].vectors.items():
+            added = strength * v_M
+            vectors[layer] = vectors[layer] + added if layer in vectors else added
+    words = fields.values.get("emphasise", [])
+    if not (isinstance(words, list) and len(words) <= MOST_STOPS) or not all(
+        isinstance(one, str) and one for one in words
+    ):
+        raise fields.wrong("emphasise", f"a list of up to {MOST_STOPS} texts")
+    layers = fields.values.get("emphasis_layers")
+    if layers is not None and not (
+        isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    ):
+        raise fields.wrong("emphasis_layers", "a list of layers, from 1")
+    bias = fields.number("emphasis", -MOST_BIAS, MOST_BIAS, f"a number up to {MOST_BIAS:g}")
+    emphasis = None
+    if words:
+        chosen = None if layers is None else frozenset(layers)
+        bias = 1.0 if bias is None else bias
+        emphasis = Emphasis(texts=tuple(words), bias=bias, layers=chosen)
+    budget = fields.number("token_kl", 1e-6, 1e6, "a number of nats above 0")
+    if not vectors and emphasis is None:
+        return None
+    steering = Steering(vectors, emphasis, budget)
+    try:
+        steering.require(served.config)
+    except ValueError as error:
+        raise ApiError(str(error), param="fenchel") from None
+    return steering
 
 
 def _echo(tokenizer: TextTokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:

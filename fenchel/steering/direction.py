@@ -2,9 +2,9 @@
 
     x_l <- x_l + s v                 after block l, at every position; s is the strength
 
-The last map of a block adds its bias to the stream, so a constant direction is a bias:
-``Transformer.steered`` returns a model that shares every parameter but that one, and every way of
-decoding serves it as it is.
+While decoding every sequence has a direction of its own (generation/steering.py). The last map of
+a block adds its bias to the stream, so a constant direction is also a bias: ``Transformer.steered``
+returns a model that shares every parameter but that one, and can be evaluated and saved.
 
 **Difference of means.** v = mean of x_l over the tokens of some texts - mean over those of others.
 The first token of a text is left out: its stream is often a hundred times as long as the others.
@@ -59,9 +59,14 @@ class Direction:
         """The same direction at another strength."""
         return replace(self, strength=strength)
 
+    @property
+    def scaled(self) -> dict[int, Tensor]:
+        """The vectors times the strength, for ``fenchel.generation.Steering``."""
+        return {layer: self.strength * v for layer, v in self.vectors.items()}
+
     def added_to(self, model: Transformer) -> Transformer:
         """The steered model, which shares the parameters of this one."""
-        return model.steered({n: self.strength * v for n, v in self.vectors.items()})
+        return model.steered(self.scaled)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file where nothing is yet."""
@@ -186,10 +191,11 @@ def word_direction(
 
 
 def require_layer(model: Transformer, layer: int) -> None:
-    """Refuse a layer that the model does not have, or after which nothing can be added."""
+    """Refuse a layer that the model does not have, or whose block serves others too."""
     if not 1 <= layer <= model.config.layers:
         raise ValueError(f"there is no layer {layer}; the model has 1 to {model.config.layers}.")
-    model.require_steerable()
+    if model.config.block_count < model.config.layers:
+        raise ValueError("layers of this model share a block, so none has a stream of its own.")
 
 
 class _Stream:

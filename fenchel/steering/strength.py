@@ -52,7 +52,7 @@ def divergence(
     ``base_TV`` has the unsteered log-probabilities (``log_laws``), computed where it is left out.
     """
     base_TV = log_laws(model, ids) if base_TV is None else base_TV
-    steered_TV = log_laws(direction.added_to(model), ids)
+    steered_TV = log_laws(model, ids, direction)
     kl_T = (steered_TV.exp() * (steered_TV - base_TV)).sum(-1).clamp(min=0.0)
     next_T1 = torch.tensor(list(ids[1:]), device=base_TV.device).unsqueeze(-1)
     loss = (base_TV[:-1] - steered_TV[:-1]).gather(1, next_T1).mean()
@@ -60,13 +60,16 @@ def divergence(
 
 
 @torch.no_grad()
-def log_laws(model: Transformer, ids: Sequence[int]) -> Tensor:
+def log_laws(model: Transformer, ids: Sequence[int], direction: Direction | None = None) -> Tensor:
     """The log-probabilities of the next token after every position: (T, V), in float32."""
     if len(ids) < 2:
         raise ValueError("a text of at least two tokens is needed to compare laws on.")
     with evaluating(model):
         ids_1T = torch.tensor([list(ids)], device=model.lm_head_weight.device)
-        logits_1TV: Tensor = model(ids_1T)
+        vectors = {} if direction is None else direction.scaled
+        like = model.lm_head_weight
+        steer = {layer - 1: v_M.to(like).view(1, 1, -1) for layer, v_M in vectors.items()}
+        logits_1TV: Tensor = model(ids_1T, steer=steer)
     return logits_1TV[0].float().log_softmax(-1)
 
 

@@ -127,6 +127,50 @@ def test_a_run_of_ours_is_served_and_chats_by_the_plain_template(
     assert served(words, with_template) == 0
 
 
+def test_a_steered_request_is_the_text_of_generate(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    served: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a direction at two strengths, within a budget, with emphasis, and with none of them."""
+    out = tmp_path / "trade.safetensors"
+    words = ["steer", str(run_directory), "--text", str(text_file), "--out", str(out)]
+    assert main([*words, "--word", "trade"]) == 0
+    strong = ["--steer", str(out), "--strength", "30"]
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        ([], {"steer": {}}),
+        (["--steer", str(out)], {}),
+        (strong, {"steer": {"trade": 30}}),
+        ([*strong, "--token-kl", "0.2"], {"steer": {"trade": 30}, "token_kl": 0.2}),
+        (
+            ["--emphasise", "people", "--emphasis", "9"],
+            {"steer": {}, "emphasise": ["people"], "emphasis": 9},
+        ),
+    ]
+    prompt, texts = "peace and the people", list[str]()
+    usual = ["--prompt", prompt, "--max-new-tokens", "6", "--seed", "4", "--json"]
+    for flags, _ in cases:
+        capsys.readouterr()
+        assert main(["generate", str(run_directory), *usual, *flags]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+
+    def use(ask: Ask) -> None:
+        for text, (_, field) in zip(texts, cases, strict=True):
+            body = {"prompt": prompt, "max_tokens": 6, "seed": 4, "fenchel": field}
+            status, answer = ask("/v1/completions", body)
+            assert (status, answer["choices"][0]["text"]) == (200, text)
+        status, answer = ask("/v1/completions", {"prompt": "a", "fenchel": {"steer": {"x": 1}}})
+        assert (status, answer["error"]["param"]) == (400, "fenchel.steer.x")
+
+    assert texts[2] != texts[0]
+    assert served([str(run_directory), "--steer", str(out)], use) == 0
+    again = [str(run_directory), "--steer", str(out), "--steer", str(out)]
+    assert main(["serve", *again, "--port", "0"]) == 2
+    assert "have the same name" in capsys.readouterr().err
+
+
 def test_a_tuned_model_draws_as_its_checkpoint_does(
     run_directory: Path, text_file: Path, tmp_path: Path
 ) -> None:

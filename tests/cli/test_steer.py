@@ -85,8 +85,40 @@ def test_bad_input_gets_a_sentence_and_leaves_nothing(
     assert not (tmp_path / "x").exists()
 
 
-def test_strength_without_a_direction_is_refused(
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--strength", "2"], "--strength belongs to --steer"),
+        (["--token-kl", "0.1"], "--token-kl belongs to --steer FILE or --emphasise WORDS"),
+        (["--emphasis", "2"], "--emphasis and --emphasis-layers belong to --emphasise"),
+        (["--emphasise", "war"], "the prompt has no text 'war' to emphasise"),
+        (["--emphasise", "the", "--emphasis", "99"], "a bias of 99 should be -20 to 20"),
+        (["--emphasise", "the", "--emphasis-layers", "9"], "there is no layer 9"),
+        (["--emphasise", "the", "--token-kl", "0"], "should be above 0"),
+        (["--emphasise", "the", "--attention"], "is not traced"),
+    ],
+)
+def test_flags_of_steering_that_do_not_fit_are_refused(
+    words: list[str], sentence: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run_directory), "--prompt", "the people", *words]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_words_of_a_prompt_are_emphasised_within_a_budget(
     run_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", str(run_directory), "--strength", "2"]) == 2
-    assert "--strength belongs to --steer" in capsys.readouterr().err
+    """The largest budget is no budget; the smallest leaves the law as it was."""
+
+    def logprobs(*more: str) -> list[float]:
+        words = ["generate", str(run_directory), "--prompt", "peace and the people of peace"]
+        assert main([*words, "--max-new-tokens", "5", "--logprobs", "0", "--json", *more]) == 0
+        return [token["logprob"] for token in json.loads(capsys.readouterr().out)["tokens"]]
+
+    plain = logprobs()
+    strong = logprobs("--emphasise", "peace", "--emphasis", "12")
+    assert strong != pytest.approx(plain, abs=1e-4)
+    assert logprobs("--emphasise", "peace", "--emphasis", "0") == pytest.approx(plain, abs=1e-6)
+    limited = ("--emphasise", "peace", "--emphasis", "12", "--token-kl")
+    assert logprobs(*limited, "1e-9") == pytest.approx(plain, abs=1e-3)
+    assert logprobs(*limited, "50") == pytest.approx(strong, abs=1e-4)

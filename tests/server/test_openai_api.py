@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fenchel.data import ChatTemplate, train_tokenizer
 from fenchel.generation.scheduler import Token, Update
@@ -15,6 +16,7 @@ from fenchel.server.openai_api import (
     REFUSED,
     UNUSED,
     ApiError,
+    NamedDirection,
     Reply,
     ServedModel,
     TokenTexts,
@@ -194,3 +196,76 @@ def test_a_client_that_renders_the_template_itself_gets_the_tokens_it_names(
     assert {name: info[name] for name in tokens} == tokens
     assert info["chat_template"] == template.source
     assert "sep_token" not in tokenizer_info(replace(served, template=None))
+
+
+@pytest.fixture(scope="module")
+def steerable(served: ServedModel) -> ServedModel:
+    kind = NamedDirection({1: torch.ones(32), 2: torch.arange(32.0)}, 0.5)
+    war = NamedDirection({2: -torch.ones(32)}, 2.0)
+    return replace(served, directions={"kind": kind, "war": war})
+
+
+@pytest.mark.parametrize(
+    ("field", "strengths"),
+    [
+        ({}, {"kind": 0.5, "war": 2.0}),
+        ({"steer": {}}, {}),
+        ({"steer": {"kind": 1.5}}, {"kind": 1.5}),
+        ({"steer": {"war": None}}, {"war": 2.0}),
+        ({"steer": {"war": -1, "kind": 0.25}}, {"kind": 0.25, "war": -1.0}),
+    ],
+)
+def test_a_request_has_the_directions_of_the_server_or_its_own_strengths(
+    field: dict[str, Any], strengths: dict[str, float], steerable: ServedModel
+) -> None:
+    (request,) = completion_call({"prompt": "the", "fenchel": field}, steerable).requests
+    wanted: dict[int, torch.Tensor] = {}
+    for name, strength in strengths.items():
+        for layer, v in steerable.directions[name].vectors.items():
+            wanted[layer] = wanted.get(layer, 0.0) + strength * v
+    assert (request.steering is None) == (not wanted)
+    found = {} if request.steering is None else request.steering.vectors
+    assert found.keys() == wanted.keys()
+    for layer, v in wanted.items():
+        torch.testing.assert_close(found[layer], v)
+
+
+def test_words_are_emphasised_where_they_stand(served: ServedModel) -> None:
+    field = {"emphasise": ["sea shells"], "emphasis": -2, "emphasis_layers": [1], "token_kl": 0.1}
+    text = "the sea shells, the 東京 sea"
+    (request,) = completion_call({"prompt": text, "fenchel": field}, served).requests
+    assert request.steering is not None
+    assert request.steering.budget == 0.1
+    emphasis = request.steering.emphasis
+    assert emphasis is not None
+    assert (emphasis.bias, emphasis.layers, emphasis.texts) == (-2.0, {1}, ())
+    chosen = served.tokenizer.decode([request.prompt[i] for i in sorted(emphasis.tokens)])
+    assert chosen.strip() == "sea shells"
+    every = {"emphasise": ["sea", "京"]}
+    (request,) = completion_call({"prompt": text, "fenchel": every}, served).requests
+    assert request.steering is not None
+    assert request.steering.emphasis is not None
+    marked = sorted(request.steering.emphasis.tokens)
+    assert served.tokenizer.decode([request.prompt[i] for i in marked]).split()[-1] == "sea"
+    assert "京" in served.tokenizer.decode([request.prompt[i] for i in marked])
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ({"steer": [1]}, "an object of names and strengths"),
+        ({"steer": {"peace": 1}}, "fenchel.steer.peace"),
+        ({"steer": {"kind": "a"}}, "a number from -1000 to 1000"),
+        ({"steer": {"kind": 1e9}}, "a number from -1000 to 1000"),
+        ({"emphasise": "the"}, "a list of up to 16 texts"),
+        ({"emphasise": [""]}, "a list of up to 16 texts"),
+        ({"emphasise": ["war"]}, "no text 'war' to emphasise"),
+        ({"emphasise": ["the"], "emphasis_layers": [7]}, "there is no layer 7"),
+        ({"emphasise": ["the"], "emphasis_layers": ["1"]}, "a list of layers"),
+        ({"emphasise": ["the"], "token_kl": 0}, "a number of nats above 0"),
+    ],
+)
+def test_steering_that_cannot_be_is_refused(
+    field: dict[str, Any], sentence: str, steerable: ServedModel
+) -> None:
+    assert sentence in refusal({"fenchel": field}, steerable).message

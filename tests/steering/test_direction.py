@@ -13,7 +13,9 @@ import fenchel
 from fenchel.generation import GenerationSettings, Sampling, Scheduler, generate
 from fenchel.generation.cpu_step import why_not_packed
 from fenchel.model import ModelConfig, Transformer
-from fenchel.steering import Direction, difference_of_means, word_direction
+from fenchel.steering import Direction, difference_of_means, divergence, word_direction
+from fenchel.steering.direction import after_block
+from fenchel.steering.strength import log_laws
 
 M, L, V = 16, 3, 60
 IDS = torch.tensor([[5, 9, 31, 2, 44, 17, 8, 3]])
@@ -118,8 +120,18 @@ def test_a_block_whose_last_bias_is_not_the_stream_is_refused(
     model = build(**settings)
     with pytest.raises(ValueError, match=reason):
         model.steered({1: vector()})
-    with pytest.raises(ValueError, match=reason):
-        difference_of_means(model, [[1, 2]], [[3, 4]], layer=1)
+    if model.config.distinct_layers is not None:
+        with pytest.raises(ValueError, match=reason):
+            difference_of_means(model, [[1, 2]], [[3, 4]], layer=1)
+        return
+    # The stream itself can be steered all the same.
+    direction = difference_of_means(model, [[1, 2]], [[3, 4]], layer=1)
+    ids = IDS[0].tolist()
+    with after_block(model, 1) as stream, torch.no_grad():
+        stream.add = direction.vectors[1]
+        wanted = model(IDS)[0].log_softmax(-1)
+    torch.testing.assert_close(log_laws(model, ids, direction), wanted)
+    assert divergence(model, direction, ids).mean > 0
 
 
 def test_a_vector_of_another_width_or_layer_is_refused() -> None:
