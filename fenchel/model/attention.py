@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fenchel.attention import Angles, Causal, Prior, Sink, Window, attend, rotate, with_sink
+from fenchel.attention import Angles, Causal, Prior, Window, attend, rotate
+from fenchel.attention.bias import add_sink
 from fenchel.attention.spec import AttentionCall, AttentionSpec
 from fenchel.choice import Choice, by_name
 from fenchel.model.config import ModelConfig
@@ -144,8 +145,7 @@ class Attention(nn.Module):
             scale = 2 * AttentionSpec(scale=scale).scale_for(self.head_width)
             q, k = l2_as_dot_product(q, k)
         if self.sink is not None:
-            prior = Sink(self.sink, prior)
-            k, v = with_sink(k, v)
+            k, v, prior = add_sink(k, v, self.sink, prior)
         return AttentionCall(q, k, v, AttentionSpec(self.choice, prior, scale, self.softcap))
 
     def _project(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
