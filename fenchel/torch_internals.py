@@ -163,9 +163,7 @@ def flash_attention_backward(
             go, *qkv, o, lse, *sizes, 0.0, causal, seed, offset, scale=scale
         )
     else:
-        gradients = _flash_cpu_backward(
-            go, *qkv, *found, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        gradients = _flash_cpu_backward(go, *qkv, *found, 0.0, causal, attn_mask=mask, scale=scale)
     return gradients
 
 

@@ -45,6 +45,12 @@ from fenchel.attention.statistics import (
     scale_warning,
     trace,
 )
+from fenchel.attention.temperature import (
+    adaptive_length,
+    log_length,
+    ratio_length,
+    stepped_length,
+)
 
 __all__ = [
     "ALiBi",
@@ -73,6 +79,7 @@ __all__ = [
     "Trace",
     "Window",
     "YarnScaling",
+    "adaptive_length",
     "angles",
     "attend",
     "attend_jvp",
@@ -87,13 +94,16 @@ __all__ = [
     "health_per_head",
     "linear_attend",
     "linear_step",
+    "log_length",
     "random_features",
+    "ratio_length",
     "rotary",
     "rotate",
     "scale_warning",
     "selected_backend",
     "self_attention",
     "self_attention_vjp",
+    "stepped_length",
     "trace",
     "with_sink",
 ]

@@ -139,12 +139,8 @@ def attend(
         out = handle_torch_function(attend, (q,), q, k, v, **given)  # type: ignore[arg-type]
         return out
     if sink is not None or beta is not None:
-        spec = AttentionSpec(choice, prior, scale, softcap)
-        (k, v, spec), true = _extended(k, v, spec, sink, beta), sink is not None
-        found = attend(
-            q, k, v, **spec, dropout=dropout, backend=backend, return_weights=return_weights
-        )
-        return (found[0], found[1][..., 1:]) if return_weights and true else found
+        k, v, spec = _extended(k, v, AttentionSpec(choice, prior, scale, softcap), sink, beta)
+        choice, prior = spec.choice, spec.prior
     if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: it costs microseconds in small models.
         of_choice = choice.beta
@@ -193,6 +189,7 @@ def attend(
     if not return_weights:
         return out
     assert p is not None
+    p = p if sink is None else p[..., 1:]
     return out, p.to(out.dtype).reshape(*axes_out, *p.shape[-2:])
 
 

@@ -105,8 +105,8 @@ def fuses_sink(
     if D != E or min(T, S - 1, D) < 1:
         return False
     if device == "cpu":
-        learns = torch.is_grad_enabled() and inner is not None
-        return not (learns and any(x.requires_grad for x in inner.tensors()))
+        learned = inner.tensors() if inner is not None and torch.is_grad_enabled() else ()
+        return not any(x.requires_grad for x in learned)
     half = dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256
     return device == "cuda" and half and causal_flag(inner, T, S - 1) is not None
 
@@ -142,10 +142,11 @@ class _FusedSink(torch.autograd.Function):
     ) -> Tensor:
         o, lse, *rest = flash_attention(q, k, v, mask, causal=causal, scale=scale)
         r = r.to(lse.dtype)
-        o = (torch.sigmoid(lse - r).unsqueeze(-1) * o).to(o.dtype)
-        ctx.save_for_backward(q, k, v, r, o, torch.logaddexp(lse, r), mask)
+        share: Tensor = torch.sigmoid(lse - r).unsqueeze(-1)
+        out: Tensor = (share * o).to(o.dtype)
+        ctx.save_for_backward(q, k, v, r, out, torch.logaddexp(lse, r), mask)
         ctx.rest, ctx.causal, ctx.scale = rest, causal, scale
-        return o
+        return out
 
     @staticmethod
     def backward(ctx: Any, go: Tensor) -> tuple[Tensor | None, ...]:

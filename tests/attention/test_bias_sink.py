@@ -169,9 +169,7 @@ def test_narrow_numbers_and_large_scores_leave_it_finite(
 
 def test_a_second_derivative_of_the_fused_kernel_raises(draw) -> None:
     q, r = draw(1, 2, 8, 4).requires_grad_(), torch.zeros(2, requires_grad=True)
-    slope = torch.autograd.grad(
-        attend(q, q, q, sink=r).square().sum(), [q, r], create_graph=True
-    )
+    slope = torch.autograd.grad(attend(q, q, q, sink=r).square().sum(), [q, r], create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         torch.autograd.grad(slope[0].sum(), q)
     slope = torch.autograd.grad(
