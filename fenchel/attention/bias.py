@@ -208,6 +208,11 @@ class Sink(Prior):
             )
 
     @property
+    def fixed_keys(self) -> int:
+        """The sink, where it is the zeros of ``with_sink``."""
+        return int(self.padded)
+
+    @property
     def by_query(self) -> Tensor:
         """The scores with three axes, which broadcast to (B, H, T)."""
         assert isinstance(self.scores, Tensor)

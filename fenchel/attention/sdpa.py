@@ -100,6 +100,9 @@ def fuses_sink(
     """Whether a prior is a sink that the kernels serve as a factor, for sizes (T, S, D, E)."""
     if type(prior) is not Sink or not prior.padded or dropout or in_func_transform():
         return False
+    # off in sdpa_kernel(SDPBackend.MATH), which second derivatives need
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
     T, S, D, E = sizes
     inner = prior.prior
     if D != E or min(T, S - 1, D) < 1:

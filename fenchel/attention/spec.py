@@ -105,6 +105,11 @@ class AttentionSpec:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""
         return max(D, 1) ** -0.5 if self.scale is None else self.scale
 
+    @property
+    def fixed_keys(self) -> int:
+        """How many keys in front are constants that no input moves: 1 under a sink."""
+        return 0 if self.prior is None else self.prior.fixed_keys
+
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the map, then those of the prior: what may learn beside q, k and v."""
         return self.choice.tensors() + (() if self.prior is None else self.prior.tensors())
