@@ -3,8 +3,8 @@
 p(z) = argmax over p in C of <p, z> - Omega(p) for some closed convex Omega and C, exactly if p is
 the gradient of a convex function, the value of that problem (Fenchel and Moreau; Omega is its
 conjugate and C the domain of Omega). Where p is differentiable its Jacobian is then symmetric and
-positive semidefinite. Rockafellar's form of it needs no derivative: p is such a gradient exactly if it is
-cyclically monotone,
+positive semidefinite. Rockafellar's form needs no derivative: p is such a gradient exactly if it
+is cyclically monotone,
 
     gain = sum_k <p(z_k), z_(k+1) - z_k>  <=  0        for every closed cycle of scores z_1 ... z_m.
 
