@@ -11,6 +11,7 @@ from fenchel.attention.derivative import (
     self_attention,
     self_attention_vjp,
 )
+from fenchel.attention.forget import Forget
 from fenchel.attention.linear import (
     LinearState,
     RandomFeatures,
@@ -51,6 +52,7 @@ from fenchel.attention.temperature import (
     ratio_length,
     stepped_length,
 )
+from fenchel.attention.top_k import TopK, top_k
 
 __all__ = [
     "ALiBi",
@@ -59,6 +61,7 @@ __all__ = [
     "AttentionSpec",
     "Causal",
     "Dense",
+    "Forget",
     "Global",
     "Gradients",
     "HeadHealth",
@@ -76,6 +79,7 @@ __all__ = [
     "Segments",
     "Sink",
     "Strided",
+    "TopK",
     "Trace",
     "Window",
     "YarnScaling",
@@ -104,6 +108,7 @@ __all__ = [
     "self_attention",
     "self_attention_vjp",
     "stepped_length",
+    "top_k",
     "trace",
     "with_sink",
 ]
