@@ -163,7 +163,7 @@ def test_tangents_are_right_or_refused_and_never_silently_zero(
     tangents = draw_like(*at)
     f = call(claim, choice, prior)
     if claim.backend == "tangent" and isinstance(prior, Dense | Forget):
-        with pytest.raises(ValueError, match="no (derivative in a prior that is a tensor|Forget)"):
+        with pytest.raises(ValueError, match=r"no (derivative in a prior|Forget)"):
             jvp(f, tuple(at), tangents)
         return
     if not claim.tangents:
