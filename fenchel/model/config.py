@@ -243,9 +243,9 @@ class ModelConfig:
         read_with("rotary_attention rotary_truncate", "rotary_scaling", "yarn"),
         read_with("buckets bucket_distance", "positions", "buckets"),
         read_with("encoder_layers", "kind", "encoder-decoder"),
+        read_with("gate_activation", "gate", "head", "element"),
         read_with("norm_plus_one", "norm", "rms"),
         Use(("qk_norm_width",), "qk_norm", lambda c: c.qk_norm),
-        read_with("gate_activation", "gate", "head", "element"),
         Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
         Use(
             ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),

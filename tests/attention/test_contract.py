@@ -21,6 +21,7 @@ from fenchel.attention import (
     Forget,
     Padding,
     Prior,
+    Sink,
     Window,
     attend,
     backends,
@@ -48,7 +49,7 @@ class Claim(NamedTuple):
 
     def refuses(self, prior: Prior | None) -> bool:
         """Whether it has no prior of that kind."""
-        kinds = {"triton": (Dense, Forget), "tangent": (Forget,)}
+        kinds = {"triton": (Dense, Forget, Sink), "tangent": (Forget, Sink)}
         return isinstance(prior, kinds.get(self.backend, ()))
 
 
@@ -80,6 +81,7 @@ PRIORS: dict[str, Prior | None] = {
     "bias": ALiBi(H) + Causal(),
     "dense": Dense(torch.randn(B, 1, T, S, generator=torch.Generator().manual_seed(3))),
     "forget": Forget(-torch.rand(B, H, S, generator=torch.Generator().manual_seed(4))),
+    "sink": Sink(torch.linspace(-1.0, 2.0, H), Causal()),
 }
 every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
 STRICT, DENSE = list(PRIORS)[2], list(PRIORS)[5]
@@ -162,8 +164,8 @@ def test_tangents_are_right_or_refused_and_never_silently_zero(
     at = [x.detach() for x in inputs(2, dtype=claim.dtype)]
     tangents = draw_like(*at)
     f = call(claim, choice, prior)
-    if claim.backend == "tangent" and isinstance(prior, Dense | Forget):
-        with pytest.raises(ValueError, match=r"no (derivative in a prior|Forget)"):
+    if claim.backend == "tangent" and isinstance(prior, Dense | Forget | Sink):
+        with pytest.raises(ValueError, match=r"no (derivative in a prior|Forget|Sink)"):
             jvp(f, tuple(at), tangents)
         return
     if not claim.tangents:
