@@ -3,7 +3,8 @@
     python docs/reference.py
 
 writes docs/quick_reference.md (every concept: formula, meaning, function, lesson), docs/glossary.md,
-docs/pitfalls.md (symptom, detector, remedy), docs/coverage.md (every requirement: function, test,
+docs/pitfalls.md (symptom, detector, remedy), docs/attentions.md (every published attention as one
+problem), docs/coverage.md (every requirement: function, test,
 lesson or page) and docs/errata.md, for which every notebook is run and its claims are recorded.
 tests/test_reference.py holds the pages to the code: names must exist, and the pages that
 need no run must be what this module writes.
@@ -15,6 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+from fenchel.attention.variants import variants_page
 from fenchel.evaluate import PITFALLS
 from fenchel.lessons.course import COURSE, Lesson
 
@@ -516,6 +518,7 @@ def errata_page() -> str:
 
 
 PAGES = {
+    "attentions.md": variants_page,
     "quick_reference.md": quick_reference,
     "glossary.md": glossary,
     "pitfalls.md": pitfalls_page,

@@ -61,6 +61,8 @@ class Head:
     """Mean weight on the token itself."""
     distance: float
     """Mean distance from a query to its keys, in tokens, by weight."""
+    not_taken: float = 0.0
+    """Mean mass that no token gets: the weight of a sink, and 1 - g under an output gate g."""
     column: float
     """The largest column sum of the weights: |P|_2 is at most its root."""
     column_token: int

@@ -14,6 +14,11 @@ torch.ops.mkldnn._reorder_linear_weight, _linear_pointwise, _is_mkldnn_bf16_supp
     Products with a matrix in the layout that oneDNN prefers, and what is done with each result
     while it is in a register, as compiled models use. ``torch.utils.mkldnn`` converts inputs and
     results too. Absent without oneDNN.
+torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention
+torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+torch.ops.aten._scaled_dot_product_flash_attention_backward
+    torch's fused attention with the logarithm of the normaliser of every row, and its derivative.
+    The public ``scaled_dot_product_attention`` keeps the normaliser to itself.
 torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
@@ -91,6 +96,10 @@ try:
     _all_transforms = torch._C._functorch.get_interpreter_stack
     _REVERSE = torch._C._functorch.TransformType.Grad
     _FORWARD = torch._C._functorch.TransformType.Jvp
+    _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    _flash_gpu = torch.ops.aten._scaled_dot_product_flash_attention
+    _flash_gpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     _backward_pass = torch._C._current_graph_task_id
     nn_functions = torch._C._nn
@@ -122,6 +131,43 @@ def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
     tensor([ 0.1875, -0.1875])
     """
     return _softmax_backward(g, p, -1, p.dtype)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Any, ...]:
+    """(o, lse, ...): outputs, log sum exp of every row (B, H, T), and what the derivative needs.
+
+    A ``mask`` is added to the scores, on a CPU only; a row that it closes has lse = 0. Heads are
+    grouped by the shapes.
+    """
+    found: tuple[Any, ...]
+    if q.is_cuda:
+        found = _flash_gpu(q, k, v, 0.0, causal, False, scale=scale)
+        return found[:8]
+    found = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return found
+
+
+def flash_attention_backward(
+    go: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    found: tuple[Any, ...],
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of <go, o> in q, k and v, where ``found`` is what ``flash_attention`` gave."""
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if go.is_cuda:
+        o, lse, *sizes, seed, offset = found
+        gradients = _flash_gpu_backward(
+            go, *qkv, o, lse, *sizes, 0.0, causal, seed, offset, scale=scale
+        )
+    else:
+        gradients = _flash_cpu_backward(go, *qkv, *found, 0.0, causal, attn_mask=mask, scale=scale)
+    return gradients
 
 
 def packs_linear_weights(dtype: torch.dtype) -> bool:

@@ -85,7 +85,7 @@ def draw() -> Draw:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
     return normal
 

@@ -11,6 +11,7 @@ from fenchel.attention.derivative import (
     self_attention,
     self_attention_vjp,
 )
+from fenchel.attention.forget import Forget
 from fenchel.attention.linear import (
     LinearState,
     RandomFeatures,
@@ -45,6 +46,13 @@ from fenchel.attention.statistics import (
     scale_warning,
     trace,
 )
+from fenchel.attention.temperature import (
+    adaptive_length,
+    log_length,
+    ratio_length,
+    stepped_length,
+)
+from fenchel.attention.top_k import TopK, top_k
 
 __all__ = [
     "ALiBi",
@@ -53,6 +61,7 @@ __all__ = [
     "AttentionSpec",
     "Causal",
     "Dense",
+    "Forget",
     "Global",
     "Gradients",
     "HeadHealth",
@@ -70,9 +79,11 @@ __all__ = [
     "Segments",
     "Sink",
     "Strided",
+    "TopK",
     "Trace",
     "Window",
     "YarnScaling",
+    "adaptive_length",
     "angles",
     "attend",
     "attend_jvp",
@@ -87,13 +98,17 @@ __all__ = [
     "health_per_head",
     "linear_attend",
     "linear_step",
+    "log_length",
     "random_features",
+    "ratio_length",
     "rotary",
     "rotate",
     "scale_warning",
     "selected_backend",
     "self_attention",
     "self_attention_vjp",
+    "stepped_length",
+    "top_k",
     "trace",
     "with_sink",
 ]

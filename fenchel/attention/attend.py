@@ -26,6 +26,7 @@ Dropout draws from torch's default generator in every back end, since the fused 
 other. A query that no key is open to gets zeros, with zero derivatives.
 """
 
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 from warnings import warn
 
@@ -33,10 +34,17 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
+from fenchel.attention.bias import add_sink
 from fenchel.attention.prior import PriorLike
 from fenchel.attention.sdpa import causal_flag, fused
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
-from fenchel.attention.spec import SOFTMAX, AttentionKeywords, AttentionSpec, ChoiceLike
+from fenchel.attention.spec import (
+    SOFTMAX,
+    AttentionKeywords,
+    AttentionSpec,
+    ChoiceLike,
+    with_temperature,
+)
 from fenchel.choice import Softmax
 from fenchel.torch_internals import carries_tangents, in_func_transform, is_compiler_failure
 
@@ -51,6 +59,8 @@ def attend(
     prior: PriorLike = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    sink: Tensor | float | None = ...,
+    beta: Tensor | float | None = ...,
     dropout: float = ...,
     backend: str = ...,
     return_weights: Literal[False] = ...,
@@ -65,6 +75,8 @@ def attend(
     prior: PriorLike = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    sink: Tensor | float | None = ...,
+    beta: Tensor | float | None = ...,
     dropout: float = ...,
     backend: str = ...,
     return_weights: Literal[True],
@@ -78,6 +90,8 @@ def attend(
     prior: PriorLike = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sink: Tensor | float | None = None,
+    beta: Tensor | float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
     return_weights: bool = False,
@@ -89,9 +103,13 @@ def attend(
 
     ``choice`` is a map, its class or its name; ``prior`` a Prior, or a tensor that broadcasts to
     (B, H, T, S): True in a bool tensor means "may attend", a float tensor is added to the scores.
-    ``scale`` multiplies q.k and is 1/sqrt(D) by default; ``softcap`` bounds the scores. There may
-    be fewer axes before T (the missing ones count as 1) or more (the last is the heads, the others
-    together are the batch). ``backend`` is one of
+    ``scale`` multiplies q.k and is 1/sqrt(D) by default; ``softcap`` bounds the scores. ``sink`` is
+    the score of one more key, whose value is 0, so that weights may sum to less than 1: a number,
+    one per head (H,), or one per query, which broadcasts to (B, H, T). ``beta`` multiplies the
+    inverse temperature of the choice: a number, or a tensor that broadcasts to (B, H, T, 1)
+    (fenchel/attention/temperature.py has the usual ones). Both may learn. There may be fewer axes
+    before T (the missing ones count as 1) or more (the last is the heads, the others together are
+    the batch). ``backend`` is one of
 
         "auto"         the quickest that serves the call
         "reference"    the definition, O(T S) memory, every derivative
@@ -115,16 +133,19 @@ def attend(
         raise TypeError(_hint(next(iter(unknown))))
     if type(q) is not Tensor and has_torch_function_unary(q):  # a subclass that follows its use
         given: dict[str, Any] = {"choice": choice, "prior": prior, "scale": scale}
-        given |= {"softcap": softcap, "dropout": dropout}
+        given |= {"softcap": softcap, "sink": sink, "beta": beta, "dropout": dropout}
         given |= {"backend": backend, "return_weights": return_weights}
         out: Tensor | tuple[Tensor, Tensor]
         out = handle_torch_function(attend, (q,), q, k, v, **given)  # type: ignore[arg-type]
         return out
+    if sink is not None or beta is not None:
+        k, v, spec = _extended(k, v, AttentionSpec(choice, prior, scale, softcap), sink, beta)
+        choice, prior = spec.choice, spec.prior
     if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: it costs microseconds in small models.
-        beta = choice.beta
+        of_choice = choice.beta
         if (
-            type(beta) is float
+            type(of_choice) is float
             and not carries_tangents()
             and not in_func_transform()
             and q.ndim == k.ndim == v.ndim == 4
@@ -138,8 +159,8 @@ def attend(
             if B == B_k == B_v and G == G_v > 0 == H % G and S_v == S and D == D_k > 0:
                 causal = causal_flag(prior, T, S)
             if causal is not None and scale != 0.0 and 0.0 <= dropout < 1.0:
-                if beta != 1.0:
-                    scale = beta * (D**-0.5 if scale is None else scale)
+                if of_choice != 1.0:
+                    scale = of_choice * (D**-0.5 if scale is None else scale)
                 try:
                     return fused(q, k, v, dropout, causal=causal, scale=scale)
                 except RuntimeError:
@@ -168,6 +189,7 @@ def attend(
     if not return_weights:
         return out
     assert p is not None
+    p = p if sink is None else p[..., 1:]
     return out, p.to(out.dtype).reshape(*axes_out, *p.shape[-2:])
 
 
@@ -176,6 +198,8 @@ def backend_support(
     k: Tensor,
     v: Tensor,
     *,
+    sink: Tensor | float | None = None,
+    beta: Tensor | float | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     **spec: Unpack[AttentionKeywords],
@@ -187,7 +211,8 @@ def backend_support(
     >>> backend_support(q, q, q, return_weights=True)["sdpa"]
     "torch's fused kernels cannot return the weights"
     """
-    *_, facts = _prepare(q, k, v, AttentionSpec(**spec), dropout, return_weights)
+    k, v, full = _extended(k, v, AttentionSpec(**spec), sink, beta)
+    *_, facts = _prepare(q, k, v, full, dropout, return_weights)
     return {name: backend.why_not(facts) for name, backend in BACKENDS.items()}
 
 
@@ -196,6 +221,8 @@ def selected_backend(
     k: Tensor,
     v: Tensor,
     *,
+    sink: Tensor | float | None = None,
+    beta: Tensor | float | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     **spec: Unpack[AttentionKeywords],
@@ -207,8 +234,25 @@ def selected_backend(
     >>> selected_backend(q, q, q)
     'sdpa'
     """
-    *_, facts = _prepare(q, k, v, AttentionSpec(**spec), dropout, return_weights)
+    k, v, full = _extended(k, v, AttentionSpec(**spec), sink, beta)
+    *_, facts = _prepare(q, k, v, full, dropout, return_weights)
     return backend_named("auto", facts).name
+
+
+def _extended(
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    sink: Tensor | float | None,
+    beta: Tensor | float | None,
+) -> tuple[Tensor, Tensor, AttentionSpec]:
+    """k, v and the spec with the sink as their first key and the temperature in the map."""
+    if beta is not None:
+        spec = replace(spec, choice=with_temperature(spec.choice, beta))
+    if sink is not None:
+        k, v, prior = add_sink(k, v, sink, spec.prior)
+        spec = replace(spec, prior=prior)
+    return k, v, spec
 
 
 def _prepare(

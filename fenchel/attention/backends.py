@@ -20,7 +20,7 @@ flex those computed in the kernel. ``_RATES`` has the measured constants.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import blocked, entmax_triton, flex, reference, sdpa, tangent
+from fenchel.attention.bias import Sink
 from fenchel.attention.prior import Combined, Prior, outside_band
 from fenchel.attention.spec import AttentionSpec, exponent
 from fenchel.attention.tiles import tile_height
@@ -202,8 +203,6 @@ def _tangent(call: CallFacts) -> str | None:
         return "the tangent kernels have no dropout"
     if call.softcap:
         return "the tangent kernels have no soft-cap"
-    if call.beta_is_tensor:
-        return "the tangent kernels take a temperature that is a number, not a tensor"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return "the tangent kernels take float16, bfloat16 and float32"
     if not 0 < max(call.D, call.E) <= (widest := tangent.widest(call.dtype)):
@@ -296,7 +295,7 @@ _WORTH_COMPILING = 1 << 24
 _FLEX_ROWS = 128
 """Rows of a block of FlexAttention's mask."""
 _MASK_START = 5500.0
-"""Microseconds to make FlexAttention's mask anew, as padding and sinks need it at every call."""
+"""Microseconds to make FlexAttention's mask anew, as padding needs it at every call."""
 _SAMPLES = 8
 """Bands of rows whose keys are counted to estimate how many scores are visited."""
 
@@ -339,7 +338,11 @@ def _blocked_cost(call: CallFacts) -> float:
 def _sdpa_cost(call: CallFacts) -> float:
     if call.compiling:
         return -1.0
-    flag = sdpa.causal_flag(call.prior, call.T, call.S)
+    prior, S, sizes = call.prior, call.S, (call.T, call.S, call.D, call.E)
+    if sdpa.fuses_sink(prior, call.device, call.dtype, sizes, call.dropout):
+        assert isinstance(prior, Sink)
+        prior, S = prior.prior, S - 1
+    flag = sdpa.causal_flag(prior, call.T, S)
     if flag is None:
         return _cost(call, "sdpa", 1.0, 1.0)
     return _cost(call, "fused", 0.5 if flag else 1.0)
@@ -351,6 +354,11 @@ def _flex_cost(call: CallFacts) -> float:
     The gradient of a prior that learns is added up in no fixed order, so that two runs would
     differ. Inside torch.func and torch.compile it has not been proved.
     """
+    if type(call.prior) is Sink and call.prior.padded:  # a factor behind the kernel
+        inner = call.prior.prior
+        learns = call.learns and (call.beta_is_tensor or (inner is not None and _learns(inner)))
+        call = replace(call, prior=inner, S=call.S - 1, learns=learns)
+    prior = call.prior
     if call.learns or call.compiling or call.transformed or call.tangent:
         return math.inf
     scores = call.B * call.H * call.T * call.S
@@ -359,13 +367,17 @@ def _flex_cost(call: CallFacts) -> float:
     if call.device == "cpu" and call.T != call.S:  # torch's C++ for any length may not compile
         return math.inf
     visited, _ = _visited(call, _FLEX_ROWS)
-    if call.prior is None:
+    if prior is None:
         return _cost(call, "flex", visited)
-    rate = "flex with a table" if flex.has_table(call.prior) else "flex"
-    cost = _cost(call, rate, visited, visited if flex.has_bias(call.prior) else 0.0)
-    if flex.remakes_mask(call.prior):
+    rate = "flex with a table" if flex.has_table(prior) else "flex"
+    cost = _cost(call, rate, visited, visited if flex.has_bias(prior) else 0.0)
+    if flex.remakes_mask(prior):
         cost += _MASK_START + 1e-6 * _rates(call)[rate].mask * _squares(call) * call.T * call.S
     return cost
+
+
+def _learns(prior: Prior) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in prior.tensors())
 
 
 def _triton_cost(call: CallFacts) -> float:

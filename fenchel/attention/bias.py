@@ -15,7 +15,8 @@ distances 0, 1, 2, ... one by one, the rest spaced logarithmically up to ``dista
 directions share them evenly where a query may attend to later keys.
 
 **A sink** is one more key, whose value is zero. Weights sum to 1, so a head cannot give all true
-keys a small weight; a sink takes the rest. With a score r_h of its own in head h,
+keys a small weight; a sink takes the rest. With a score r of its own (a number, one per head, or
+one per query, as a layer computes it from the token),
 
     p = choice.weights((r_h, z), (0, log u)),     o = sum over the true keys of p_j v_j,
 
@@ -33,7 +34,7 @@ streaming language models with attention sinks.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -182,17 +183,40 @@ def bucket(
 
 @dataclass(frozen=True, eq=False)
 class Sink(Prior):
-    """``prior`` over all keys but the first, the sink, whose log u in head h is ``scores[h]``."""
+    """``prior`` over all keys but the first, the sink, whose log u is given by ``scores``.
 
-    scores: Tensor
+    One number for all heads, one per head (H,), or one per query, which broadcasts to (B, H, T).
+
+    >>> from fenchel.attention import Causal
+    >>> Sink(1.5, Causal()).log(1, 3)  # the sink, then two keys
+    tensor([[[[1.5000, 0.0000, 0.0000]]]])
+    """
+
+    scores: Tensor | float
     prior: Prior | None = None
+    padded: bool = False
+    """Whether the first key and value are the zeros of ``with_sink``: fused kernels skip them."""
 
     def __post_init__(self) -> None:
-        if self.scores.dim() != 1 or not self.scores.is_floating_point():
+        scores = self.scores
+        if not isinstance(scores, Tensor):
+            object.__setattr__(self, "scores", torch.tensor(float(scores)))
+        elif scores.dim() not in (0, 1, 3) or not scores.is_floating_point():
             raise ValueError(
-                "a sink needs one score per head, shape (H,), got "
-                f"{tuple(self.scores.shape)} of {self.scores.dtype}."
+                "a sink needs a number, one score per head, shape (H,), or one per query, "
+                f"(B, H, T); got {tuple(scores.shape)} of {scores.dtype}."
             )
+
+    @property
+    def fixed_keys(self) -> int:
+        """The sink, where it is the zeros of ``with_sink``."""
+        return int(self.padded)
+
+    @property
+    def by_query(self) -> Tensor:
+        """The scores with three axes, which broadcast to (B, H, T)."""
+        assert isinstance(self.scores, Tensor)
+        return self.scores if self.scores.dim() == 3 else self.scores.view(1, -1, 1)
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
         """The keys that the prior admits, and the sink."""
@@ -202,7 +226,10 @@ class Sink(Prior):
     def bias(self, at: ScoreIndex) -> Tensor:
         """The score of the sink, the bias of the prior elsewhere."""
         bias = None if self.prior is None else self.prior.bias(_inner(at))
-        sink = self.scores[at.h]
+        x = self.by_query
+        t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
+        places = zip((at.b, at.h, t), x.shape, strict=True)
+        sink = x[tuple(i if size > 1 else torch.zeros_like(i) for i, size in places)]
         return torch.where(at.j == 0, sink, 0.0 if bias is None else bias.to(sink.dtype))
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
@@ -219,28 +246,33 @@ class Sink(Prior):
         return low + 1, high + 1
 
     def varies(self) -> tuple[bool, bool]:
-        """Between heads, and between sequences where the prior does."""
-        return self.prior is not None and self.prior.varies()[0], True
+        """As the scores do, and as the prior does."""
+        B, H, _ = self.by_query.shape
+        by_sequence, by_head = (False, False) if self.prior is None else self.prior.varies()
+        return B > 1 or by_sequence, H > 1 or by_head
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The scores, then the tensors of the prior."""
+        assert isinstance(self.scores, Tensor)
         return (self.scores, *(() if self.prior is None else self.prior.tensors()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
         """The same with other tensors."""
         inner = None if self.prior is None else self.prior.with_tensors(tensors[1:])
-        return Sink(tensors[0], inner)
+        return replace(self, scores=tensors[0], prior=inner)
 
     def with_tables(self, device: torch.device) -> Prior:
         """The prior with its tables."""
-        return Sink(self.scores, None if self.prior is None else self.prior.with_tables(device))
+        return self if self.prior is None else replace(self, prior=self.prior.with_tables(device))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
-        """One score per head, a key to be the sink, and a prior that fits the others."""
-        if len(self.scores) != H or S < 1:
+        """Scores that broadcast, a key to be the sink, and a prior that fits the others."""
+        sizes = zip(self.by_query.shape, (B, H, T), strict=True)
+        if S < 1 or any(size not in (1, n) for size, n in sizes):
+            shape = tuple(self.scores.shape) if isinstance(self.scores, Tensor) else ()
             raise ValueError(
-                f"a sink has scores for {len(self.scores)} heads and is one key; "
-                f"the call has {H} heads and {S} keys."
+                f"a sink of scores {shape} is one key; the call has B, H, T = {B}, {H}, {T} and "
+                f"{S} keys."
             )
         if self.prior is not None:
             self.prior.check(B, H, T, S - 1)
@@ -255,6 +287,13 @@ def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             [1., 1.]])
     """
     return pad(k, (0, 0, 1, 0)), pad(v, (0, 0, 1, 0))
+
+
+def add_sink(
+    k: Tensor, v: Tensor, scores: Tensor | float, prior: Prior | None
+) -> tuple[Tensor, Tensor, Sink]:
+    """Keys, values and prior of the same call with a sink, as ``attend(sink=scores)`` takes it."""
+    return *with_sink(k, v), Sink(scores, prior, padded=True)
 
 
 def _inner(at: ScoreIndex) -> ScoreIndex:

@@ -21,8 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
+from fenchel.attention.bias import Sink
 from fenchel.attention.prior import Combined, Prior, PriorSum, ScoreIndex
 from fenchel.attention.spec import AttentionSpec
 
@@ -46,6 +52,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     capped = None if spec.softcap is None else _capped(spec.softcap, beta, device)
     if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
+    sink = None
+    if type(prior) is Sink and prior.padded and S > 1:  # a factor of the outputs: see sdpa.py
+        k, v, S, sink, prior = k[:, :, 1:], v[:, :, 1:], S - 1, prior, prior.prior
     mask, biased = None, False
     if prior is not None:
         prior = prior.with_tensors([x.float() for x in prior.tensors()]).with_tables(device)
@@ -53,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         mask = _mask(prior, B, H, T, S, device)
     score = _score(prior if biased else None, capped, T, S, device)
     with torch.compiler.config.patch(recompile_limit=_KINDS):  # type: ignore[attr-defined]
-        out: Tensor = _compiled(_any_length(T, S))(
+        found = _compiled(_any_length(T, S))(
             q,
             k,
             v,
@@ -62,8 +71,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
             scale=scale * beta if capped is None else scale,
             enable_gqa=k.shape[1] != H,
             kernel_options=_SMALL if q.is_cuda and prior and biased and has_table(prior) else None,
+            return_aux=None if sink is None else AuxRequest(lse=True),
         )
-    return out
+    out: Tensor
+    if sink is None:
+        out = found
+        return out
+    out, aux = found
+    lse: Tensor = aux.lse
+    share = torch.sigmoid(lse - sink.by_query.to(lse.device, lse.dtype))
+    return (share.unsqueeze(-1) * out).to(out.dtype)
 
 
 def has_table(prior: Prior) -> bool:

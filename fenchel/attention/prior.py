@@ -97,6 +97,11 @@ class Prior:
         """The prior over S keys as kernels take it."""
         return Band()
 
+    @property
+    def fixed_keys(self) -> int:
+        """How many keys in front are constants that no input moves: 1 under a sink."""
+        return 0
+
     def summands(self) -> "tuple[Prior, ...]":
         """The priors of which this is the sum."""
         return (self,)
@@ -425,6 +430,11 @@ class PriorSelection(Prior):
     H: int
     rows: Tensor | None = None
     T: int = 0
+
+    @property
+    def fixed_keys(self) -> int:
+        """As the whole prior."""
+        return self.whole.fixed_keys
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
         """As the whole prior at the selected head and row."""

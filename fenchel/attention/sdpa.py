@@ -8,6 +8,15 @@ beta is multiplied into the scale.
 Derivatives: reverse only. torch raises on forward mode and on a second derivative; it does not
 return zeros. ``attend`` therefore never picks this back end while a tangent is carried.
 
+**A sink** costs no more than the same call without one. With o and lse = log Z of the true keys,
+
+    g  = sigmoid(lse - r) = Z / (Z + e^r)        o' = g o        lse' = log(Z + e^r)
+
+are the outputs with a sink of score r (its value is 0) and their normaliser. The derivative of the
+kernels is a function of the outputs and the normaliser of the rows: with p_j = exp(z_j - lse') and
+sum_j p_j <go, v_j> = <go, o'>, they give the gradients of q, k and v under the sink if they are
+given o' and lse' in place of o and lse. That of r is -(1 - g) <go, o'>.
+
 **bfloat16 on a CPU.** There the backward pass of torch's kernel takes four fifths of the time of
 attention and is slower than in float32. Short sequences that are trained are therefore computed by
 batched products, with the weights of the forward pass kept for the backward pass:
@@ -27,10 +36,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fenchel.attention.bias import Sink
 from fenchel.attention.mask import Causal
-from fenchel.attention.prior import PriorLike
+from fenchel.attention.prior import Prior, PriorLike
 from fenchel.attention.spec import AttentionSpec
-from fenchel.torch_internals import in_func_transform, softmax_backward
+from fenchel.torch_internals import (
+    autocast_enabled,
+    flash_attention,
+    flash_attention_backward,
+    in_func_transform,
+    softmax_backward,
+)
 
 SHORT = 512
 """The longest sequence, in queries and in keys, whose weights are kept for the backward pass."""
@@ -61,6 +77,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         q, beta = q * beta.to(q.dtype), 1.0
     if scale == 0.0:  # torch scales after it masks, and 0 times -inf is nan
         q, scale = q * 0.0, 1.0
+    if fuses_sink(spec.prior, q.device.type, q.dtype, (T, S, D, v.shape[3]), dropout):
+        assert isinstance(spec.prior, Sink)
+        return _fused_sink(q, k, v, spec.prior, scale * beta)
     mask, flag = None, causal_flag(spec.prior, T, S)
     if flag is None and spec.prior is not None:
         mask = spec.prior.log(T, S, B=B, H=H, device=q.device, dtype=q.dtype)
@@ -69,6 +88,77 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     return scaled_dot_product_attention(
         q, k, v, mask, dropout, scale=scale * beta, enable_gqa=k.shape[1] != H
     )
+
+
+def fuses_sink(
+    prior: Prior | None,
+    device: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    dropout: float,
+) -> bool:
+    """Whether a prior is a sink that the kernels serve as a factor, for sizes (T, S, D, E)."""
+    if type(prior) is not Sink or not prior.padded or dropout or in_func_transform():
+        return False
+    # off in sdpa_kernel(SDPBackend.MATH), which second derivatives need
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    T, S, D, E = sizes
+    inner = prior.prior
+    if D != E or min(T, S - 1, D) < 1:
+        return False
+    if device == "cpu":
+        learned = inner.tensors() if inner is not None and torch.is_grad_enabled() else ()
+        return not any(x.requires_grad for x in learned)
+    half = dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256
+    return device == "cuda" and half and causal_flag(inner, T, S - 1) is not None
+
+
+def _fused_sink(q: Tensor, k: Tensor, v: Tensor, prior: Sink, scale: float) -> Tensor:
+    """Outputs under a sink, whose key and value are the first of k and v."""
+    if autocast_enabled(q.device.type):  # as torch does for its own function
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    (B, H, T, _), S, inner = q.shape, k.shape[2] - 1, prior.prior
+    mask, flag = None, causal_flag(inner, T, S)
+    if flag is None and inner is not None:
+        mask = inner.log(T, S, B=B, H=H, device=q.device, dtype=q.dtype).expand(B, H, T, S)
+    r_BHT = prior.by_query.to(q.device, torch.promote_types(q.dtype, torch.float32))
+    out: Tensor = _FusedSink.apply(  # type: ignore[no-untyped-call]
+        q, k[:, :, 1:], v[:, :, 1:], r_BHT.expand(B, H, T), mask, flag is True, scale
+    )
+    return out
+
+
+class _FusedSink(torch.autograd.Function):
+    """The outputs of torch's kernels under a sink of score r (B, H, T)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        r: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        o, lse, *rest = flash_attention(q, k, v, mask, causal=causal, scale=scale)
+        r = r.to(lse.dtype)
+        share: Tensor = torch.sigmoid(lse - r).unsqueeze(-1)
+        out: Tensor = (share * o).to(o.dtype)
+        ctx.save_for_backward(q, k, v, r, out, torch.logaddexp(lse, r), mask)
+        ctx.rest, ctx.causal, ctx.scale = rest, causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, go: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, r, o, lse, mask = ctx.saved_tensors
+        gq, gk, gv = flash_attention_backward(
+            go, (q, k, v), (o, lse, *ctx.rest), mask, causal=ctx.causal, scale=ctx.scale
+        )
+        mean = (go.to(r.dtype) * o.to(r.dtype)).sum(-1)
+        return gq, gk, gv, -torch.exp(r - lse) * mean, None, None, None
 
 
 def fused(

@@ -13,7 +13,7 @@ keys takes its four fields as keywords. It unpacks into them:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
@@ -48,6 +48,24 @@ def as_choice(choice: ChoiceLike) -> Choice:
         "choice is a map such as Entmax(1.5), its class or its name "
         f"({', '.join(MAPS)}); got {type(choice).__name__}."
     )
+
+
+def with_temperature(choice: Choice, beta: float | Tensor) -> Choice:
+    """The map with its inverse temperature multiplied by ``beta``.
+
+    A tensor broadcasts to (B, H, T, 1): one number per head, query and length, or fewer.
+
+    >>> with_temperature(Softmax(2.0), 0.5)
+    Softmax(beta=1.0)
+    """
+    if not any(field.name == "beta" for field in fields(choice)):  # type: ignore[arg-type]
+        raise ValueError(f"{choice!r} has no temperature, so beta has no meaning for it.")
+    if isinstance(beta, Tensor) and beta.dim() and beta.shape[-1] != 1:
+        raise ValueError(
+            "beta broadcasts to (B, H, T, 1), with one entry along the keys; got "
+            f"{tuple(beta.shape)}."
+        )
+    return replace(choice, beta=choice.beta * beta)  # type: ignore[type-var]
 
 
 class AttentionKeywords(TypedDict, total=False):
@@ -86,6 +104,11 @@ class AttentionSpec:
     def scale_for(self, D: int) -> float:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""
         return max(D, 1) ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def fixed_keys(self) -> int:
+        """How many keys in front are constants that no input moves: 1 under a sink."""
+        return 0 if self.prior is None else self.prior.fixed_keys
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the map, then those of the prior: what may learn beside q, k and v."""

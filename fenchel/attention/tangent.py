@@ -23,7 +23,7 @@ torch.compile does not trace these functions: it would drop their forward deriva
 error. A call that it traces is refused by name and served by another back end.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fenchel.attention.prior import as_band
 from fenchel.attention.shapes import VmapByElement
-from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.spec import SOFTMAX, AttentionSpec
 
 if TYPE_CHECKING:
     from fenchel.kernels.tangent_attention import ForwardResult
@@ -61,6 +61,8 @@ def runs_on(device: str) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
+    if isinstance(beta := spec.choice.beta, Tensor):  # a temperature per row is part of the queries
+        q, spec = q * beta.to(q.dtype), replace(spec, choice=SOFTMAX)
     out: Tensor = _Attend.apply(KernelCall(spec), q, k, v)[0]  # type: ignore[no-untyped-call]
     return out
 

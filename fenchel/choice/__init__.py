@@ -14,6 +14,7 @@ from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
 from fenchel.choice.kkt import Residuals, kkt, multipliers
 from fenchel.choice.kl_budget import beta_for_budget
+from fenchel.choice.membership import Membership, membership
 from fenchel.choice.reverse_kl import ReverseKL, reverse_kl
 from fenchel.choice.softmax import Softmax
 
@@ -23,6 +24,7 @@ __all__ = [
     "Choice",
     "Entmax",
     "Hard",
+    "Membership",
     "Residuals",
     "ReverseKL",
     "Softmax",
@@ -32,6 +34,7 @@ __all__ = [
     "convex_program",
     "hypothesis_test",
     "kkt",
+    "membership",
     "multipliers",
     "reverse_kl",
 ]

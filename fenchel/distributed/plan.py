@@ -40,7 +40,8 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
         x = 2, or 3 for a gated MLP if a < 4, whose input is cast twice;  f = 4 if gated, else 2
         qk_norm adds 4 (H + G) + a H D_h (8 where one norm is over all heads), and 8 (H + G) D_h if
         a < 4; norms on both sides add 8 M + 8, norms after a branch 8 M if a < 4; dropout adds
-        2 a M; every layer counts as rotary where one is
+        2 a M; an output gate of w factors adds a (H D_h + w), once more a w for softplus, and a M
+        if a < 4; every layer counts as rotary where one is
         temporaries  t (3 a F + 8 M), gradients inside one block
 
     peak = weights + state + gradients
@@ -311,6 +312,9 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
         saved += 8 * M
     if config.dropout:
         saved += 2 * a * M
+    if config.gate_width:
+        kept = config.gate_width * (2 if config.gate_activation == "softplus" else 1)
+        saved += a * (H * D + kept + (M if half else 0))
     return saved
 
 

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention import Causal, Dense, Prior, Window, attend
-from fenchel.attention.bias import Sink, with_sink
+from fenchel.attention.bias import add_sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall, AttentionSpec
 from fenchel.choice import Choice
 from fenchel.choice.by_name import FIELD, choice_record
@@ -145,8 +145,7 @@ class AttentionFunction:
                 raise ValueError(
                     f"there should be one sink per head, {H}, got shape {tuple(s_aux.shape)}."
                 )
-            prior = Sink(s_aux.reshape(-1), prior)
-            key, value = with_sink(key, value)
+            key, value, prior = add_sink(key, value, s_aux.reshape(-1), prior)
         spec = AttentionSpec(self.choice, prior, scaling, softcap)
         if self.observer is not None:
             self.observer(module, AttentionCall(query, key, value, spec), kind)

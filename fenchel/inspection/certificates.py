@@ -36,14 +36,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention.prior import PriorSelection
+from fenchel.attention.bias import Sink
+from fenchel.attention.prior import Prior, PriorSelection
 from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import to_interval
 from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import Certificates, HeadCertificate, LayerCertificate
-from fenchel.model.attention import Attention
+from fenchel.model.attention import GATE_ACTIVATIONS, Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
 from fenchel.model.mlp import ACTIVATIONS, Mlp
@@ -57,6 +58,7 @@ from fenchel.sensitivity.layers import (
     GatedLayer,
     LinearLayer,
     NormLayer,
+    OutputGate,
     Residual,
     SelfAttention,
     rotation_matrices,
@@ -184,8 +186,6 @@ def why_not(record: BlockRecord) -> str | None:
         return "normalises all heads together, for which no bound over a ball is known here"
     if spec.softcap is not None:
         return "caps its scores, for which no bound over a ball is known here"
-    if module.sink is not None:
-        return "has an attention sink that is no key, for which no bound over a ball is known here"
     if not bounded(spec.choice):
         return f"chooses by {spec.choice!r}, whose weights have no bound over a ball here"
     return None
@@ -268,8 +268,11 @@ _SLOPES = {
 }
 
 
-def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttention:
-    """The attention module at its input as a layer of fenchel.sensitivity."""
+def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttention | Chain:
+    """The attention module at its input as a layer of fenchel.sensitivity.
+
+    With an output gate: the heads side by side, their gate, and W_O.
+    """
     (module, context), spec = _attention(record), record.call.spec
     H, G, D = module.heads, module.groups, module.head_width
     sizes = [H * D, G * D, G * D]
@@ -289,19 +292,36 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
     qk_norm = None
     if module.q_norm is not None and module.k_norm is not None:
         qk_norm = norm_layer(module.q_norm, dtype), norm_layer(module.k_norm, dtype)
-    return SelfAttention(
+    prior: Prior | None = spec.prior
+    sink = None
+    if isinstance(prior, Sink):
+        sink = prior.by_query.detach().to(dtype).flatten()
+        prior = prior.prior
+    W_O = matrix_of(module.out).detach().to(dtype).mT
+    b_O = None if module.out.bias is None else module.out.bias.detach().to(dtype)
+    layer = SelfAttention(
         W_Q,
         W_K,
         W_V,
-        matrix_of(module.out).detach().to(dtype).mT,
+        W_O,
         choice=spec.choice,
-        prior=spec.prior,
+        prior=prior,
         scale=spec.scale,
         biases=(b_q, b_k, b_v),
         rotations=rotations,
         qk_norm=qk_norm,
-        bias=None if module.out.bias is None else module.out.bias.detach().to(dtype),
+        bias=b_O,
+        sink=sink,
     )
+    if module.output_gate is None:
+        return layer
+    W_G, offset = matrix_of(module.output_gate).detach().to(dtype).mT, module.output_gate.bias
+    each = H * D // W_G.shape[-1]  # a gate per head serves all entries of the head
+    b_G = None if offset is None else offset.detach().to(dtype).repeat_interleave(each)
+    name = next(n for n, f in GATE_ACTIVATIONS.items() if f is module.gate_activation)
+    inner = replace(layer, W_O=None, bias=None)
+    gate = OutputGate(inner, W_G.repeat_interleave(each, -1), name, b_G)
+    return Chain((gate, LinearLayer(W_O, b_O)))
 
 
 def _attention(record: BlockRecord) -> tuple[Attention, ForwardContext]:
@@ -338,6 +358,7 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
             ),
             prior=part,
             bias=layer.bias if h == 0 else None,
+            sink=None if layer.sink is None else layer.sink[h : h + 1],
         )
 
     return [head(h) for h in range(H)]

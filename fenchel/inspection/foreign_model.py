@@ -4,8 +4,8 @@ The model is loaded by ``fenchel.hf.loader`` and its attention is switched by ``
 which works for every family that uses the attention registry of transformers: each layer passes its
 queries, keys and values to ``fenchel.attention.attend``, which has derivatives in both directions
 and stores no n by n weights, and the call is passed to the recorder. A family that computes its
-attention itself is refused, and so is one whose attention is not a plain choice (a sink that is not
-a key): on the first tokens the model must agree with its own eager attention before anything is
+attention itself is refused, and so is one whose attention is more than a choice among keys, sinks
+included: on the first tokens the model must agree with its own eager attention before anything is
 reported.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention.bias import Sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.choice.by_name import FIELD, choice_from_record
@@ -42,10 +41,6 @@ class _Listener:
 
     def observe(self, module: nn.Module, call: AttentionCall, mask: str) -> None:  # noqa: ARG002
         """Pass an attention call on to the recorder."""
-        if isinstance(call.spec.prior, Sink):
-            raise ValueError(
-                "this family's attention has a sink that is not a key, which cannot be inspected."
-            )
         if self.recorder is not None:
             self.recorder.record_attention(call)
 

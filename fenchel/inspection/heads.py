@@ -8,6 +8,11 @@ Rows. For query i, with z = scale q k^T under its soft cap, p = choice.weights(z
     first        p_i0                              itself        p_ii
     distance     sum_j p_ij |i - j|                columns       sum_i p_ij, one number per key
 
+A sink is one more key, the first of a row: it counts in entropy, support, sensitivity and margin,
+and in no number about tokens. ``not_taken`` is what the tokens do not get: its weight p_i0 or,
+under a gate g_i on the outputs of the head, 1 - g_i (a sink and a gate are one:
+docs/maths/attention.md); with both, 1 - g_i (1 - p_i0).
+
 ``head_similarity`` is 1 for two heads with the same weights, 0 for two that share no key. Memory is
 O(n d): at most ``_BLOCK`` weights at a time, on a GPU ``_GPU_BLOCK``.
 
@@ -54,6 +59,7 @@ class RowStats(NamedTuple):
     first: Tensor
     itself: Tensor
     distance: Tensor
+    not_taken: Tensor
     columns: Tensor
 
 
@@ -70,23 +76,23 @@ class _RowBlock(NamedTuple):
 def row_stats(call: AttentionCall) -> RowStats:
     """All rows of one call of attention."""
     (_, H, T, _), S = call.q.shape, call.k.shape[2]
-    columns = call.q.new_zeros(H, S)
+    columns, fixed = call.q.new_zeros(H, S), call.spec.fixed_keys
     parts: list[list[Tensor]] = []
     for block in _row_blocks(call):
         columns[:, block.keys] += block.p.sum(1)
         parts.append(_numbers(call, block, S - T))
     numbers = [torch.cat(column, 1) for column in zip(*parts, strict=True)]
-    return RowStats(*numbers, columns)  # type: ignore[call-arg]
+    return RowStats(*numbers, columns[:, fixed:])  # type: ignore[call-arg]
 
 
 @torch.no_grad()
 def row_weights(call: AttentionCall, size: int) -> Tensor:
     """The weights of the first ``size`` queries on the first ``size`` keys: (H, size, size)."""
-    H, S = call.q.shape[1], call.k.shape[2]
+    H, S, fixed = call.q.shape[1], call.k.shape[2], call.spec.fixed_keys
     weights = call.q.new_zeros(H, size, S)
     for block in _row_blocks(call, size):
         weights[:, block.rows, block.keys] = block.p
-    return weights[..., :size]
+    return weights[..., fixed : fixed + size]
 
 
 @torch.no_grad()
@@ -106,7 +112,7 @@ def head_similarity(call: AttentionCall) -> Tensor:
 
 def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
     z, p, log_u = block.z, block.p, block.log_u
-    H, t, s = z.shape
+    s = z.shape[-1]
     open_ = None if log_u is None else log_u > -torch.inf
     size = z.abs() if open_ is None else torch.where(open_, z.abs(), 0.0)
     biased = z if log_u is None else z + log_u
@@ -116,7 +122,8 @@ def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
     i = torch.arange(block.rows.start, block.rows.stop, device=z.device) + shift
     j = torch.arange(block.keys.start, block.keys.stop, device=z.device)
     itself = (p * (i[:, None] == j)).sum(-1)
-    first = p[..., 0] if block.keys.start == 0 else p.new_zeros(H, t)
+    at_token = (j >= call.spec.fixed_keys).to(p.dtype)
+    first = (p * (j == call.spec.fixed_keys)).sum(-1)
     return [
         torch.special.entr(p).sum(-1),
         (p > 0).sum(-1).to(p.dtype),
@@ -125,7 +132,8 @@ def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
         margin,
         first,
         itself,
-        (p * (i[:, None] - j).abs()).sum(-1),
+        (p * at_token * (i[:, None] - j).abs()).sum(-1),
+        (p * (1.0 - at_token)).sum(-1),
     ]
 
 
@@ -198,8 +206,12 @@ def heads(
     chosen: list[int],
     method: Method,
     generator: torch.Generator,
+    gate: Tensor | None = None,
 ) -> Iterator[Head]:
-    """The heads ``chosen`` (from 0) of the layer numbered ``layer`` (from 1)."""
+    """The heads ``chosen`` (from 0) of the layer numbered ``layer`` (from 1).
+
+    ``gate`` (H, T) is the factor on the outputs of every head and query.
+    """
     T, S = call.q.shape[2], call.k.shape[2]
     budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
     together = max(1, budget // (T * S))
@@ -208,6 +220,9 @@ def heads(
         batch = chosen[first : first + together]
         part = select_heads(call, batch)
         stats = RowStats(*(x.cpu() for x in row_stats(part)))  # copied once
+        if gate is not None:
+            taken = gate[batch].cpu() * (1.0 - stats.not_taken)
+            stats = stats._replace(not_taken=1.0 - taken)
         sigma, bound, top = sensitivities(part, method, generator)
         for place, head in enumerate(batch):
             of_head = {name: bracket[place] for name, bracket in sigma.items()}
@@ -236,11 +251,11 @@ def sensitivities(
 ) -> Sensitivities:
     """sigma in the inputs that ``which`` names, the last of them all together."""
     q, k, v, spec = call
-    rows = WeightBlocks(q, k, spec, strip(call), cache=True)
-    bound_terms = terms(rows, v, cheap=True)
+    rows, fixed = WeightBlocks(q, k, spec, strip(call), cache=True), spec.fixed_keys
+    bound_terms = terms(rows, v, cheap=True, fixed=fixed)
     sigma, top = {}, torch.zeros(())
     for wrt in which:
-        J = AttentionJacobian(rows, v[..., :1] if wrt == "v" else v, wrt, each=True)
+        J = AttentionJacobian(rows, v[..., :1] if wrt == "v" else v, wrt, each=True, fixed=fixed)
         bracket = operator_norm(WithCeiling(J, bound_terms.separate(wrt)), method, generator)
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
         sigma[wrt] = [Interval(low, high, bracket.iterations) for low, high in ends]
@@ -268,6 +283,7 @@ def _head(
         first=float(stats.first[place].mean()),
         itself=float(stats.itself[place].mean()),
         distance=float(stats.distance[place].mean()),
+        not_taken=float(stats.not_taken[place].mean()),
         column=float(most.values),
         column_token=int(most.indices),
         nearest_head=None if alone else int(nearest.indices) + 1,

@@ -41,7 +41,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from fenchel.attention import AttentionCall, attend
+from fenchel.attention import AttentionCall, attend, with_sink
 from fenchel.inspection.trace import Map
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
@@ -159,6 +159,8 @@ class FrozenAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The recorded output, (1, H, T, E), with the derivative of attention in q, k and v."""
+        if k.shape[2] < self.call.k.shape[2]:  # without the sink that was recorded
+            k, v = with_sink(k, v)
         out: Tensor = _Frozen.apply(self.derivative, self.output, q, k, v)  # type: ignore[no-untyped-call]
         return out
 

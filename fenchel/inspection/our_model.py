@@ -19,9 +19,10 @@ from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.data import TextTokenizer
 from fenchel.files import Damaged
-from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override
+from fenchel.inspection.recorder import BlockRecord, BlockRecorder, CallArguments, Override
 from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
+from fenchel.model.attention import Attention
 from fenchel.model.families import Family, family_of
 from fenchel.model.forward_context import ForwardContext
 
@@ -41,7 +42,11 @@ class OurModel(InspectedModel):
     def trace(self, ids: Tensor) -> ForwardTrace:
         """Run the model once and record every block."""
         self.require_known(ids, self.model.config.vocabulary)
-        blocks = record_pass(self.model, ids).block_traces()
+        recorder = record_pass(self.model, ids)
+        blocks = tuple(
+            block._replace(gate=_mean_gate(record))
+            for block, record in zip(recorder.block_traces(), recorder.records, strict=True)
+        )
         return ForwardTrace(blocks, self._lm_head if self.reads_out else None)
 
     def _lm_head(self, x: Tensor) -> Tensor:
@@ -58,6 +63,15 @@ def record_pass(model: Transformer, ids: Tensor) -> BlockRecorder:
     with torch.no_grad(), evaluating(model), recorder:
         model(ids, attention_override=record, last=True, return_hidden=True)
     return recorder
+
+
+@torch.no_grad()
+def _mean_gate(record: BlockRecord) -> Tensor | None:
+    """The mean factor of the output gate on every head and query: (H, T), where there is one."""
+    if record.attention is None or not isinstance(record.attention.module, Attention):
+        return None
+    gate = record.attention.module.gate_values(record.attention.x)
+    return None if gate is None else gate[0].mean(-1).T
 
 
 def run_module(
@@ -131,13 +145,11 @@ def _weights(
 
 
 def require_choice(config: ModelConfig, name: str) -> None:
-    """Refuse attention that is more than a choice among keys."""
+    """Refuse a model whose blocks attend twice."""
     if config.kind == "encoder-decoder":
         raise ValueError(
             f"{name} is an encoder and a decoder; only one or the other can be inspected."
         )
-    if config.sinks:
-        raise ValueError(f"{name} has sinks that are no keys, which cannot be inspected.")
 
 
 def _still(model: Transformer) -> Transformer:

@@ -223,8 +223,8 @@ def _heads(
     results: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
-        call = trace.blocks[at].attention
-        for head in heads(call, at + 1, which, method, generator):
+        call, gate = trace.blocks[at].attention, trace.blocks[at].gate
+        for head in heads(call, at + 1, which, method, generator, gate):
             results.append(head)
             report("heads", len(results), total)
     return results

@@ -66,6 +66,9 @@ class BlockTrace(NamedTuple):
     attention_branch: Branch | None
     """The attention module; None where the block does not separate it."""
     mlp_branch: Branch | None
+    gate: Tensor | None = None
+    """The factor on the outputs of attention, a mean over the entries of each head, (H, T), where
+    the layer has a gate."""
 
 
 class ForwardTrace(NamedTuple):
@@ -80,12 +83,14 @@ class ForwardTrace(NamedTuple):
         """Whether no token attends to the one behind it, so that the logits predict the next."""
         for block in self.blocks:
             q, prior = block.attention.q, block.attention.spec.prior
-            B, H, T, _ = q.shape
+            (B, H, T, _), S = q.shape, block.attention.k.shape[2]
+            behind = 1 + S - T  # a sink stands in front
             if T == 1:
                 continue
             if prior is None:
                 return False
-            ahead = prior.log(T, T, B=B, H=H, device=q.device, rows=slice(0, 1), keys=slice(1, 2))
+            rows, keys = slice(0, 1), slice(behind, behind + 1)
+            ahead = prior.log(T, S, B=B, H=H, device=q.device, rows=rows, keys=keys)
             if bool((ahead > -torch.inf).any()):
                 return False
         return True

@@ -2,7 +2,10 @@
 
     q, k, v = W_q x, W_k x, W_v x                 one product for all three
     q, k    = rotary(norm(q)), rotary(norm(k))    by the settings
-    out     = W_o attend(q, k, v)
+    out     = W_o (g * attend(q, k, v))           with an output gate g = sigmoid(W_g x), else g = 1
+
+A gate per head is a sink whose score follows the others, r = log Z - logit g
+(docs/maths/attention.md).
 
 With scores="l2" a query prefers the keys near it. One matrix makes queries and keys, z = W_q x, and
 the values are those of Kim et al., v = tau W_v W_q^T z with tau = D^(-1/2). The map is then
@@ -24,11 +27,14 @@ G heads of keys and values, D width per head.
 Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
-from fenchel.attention import Angles, Causal, Prior, Sink, Window, attend, rotate, with_sink
+from fenchel.attention import Angles, Causal, Prior, Window, attend, rotate
+from fenchel.attention.bias import add_sink
 from fenchel.attention.spec import AttentionCall, AttentionSpec
 from fenchel.choice import Choice, by_name
 from fenchel.model.config import ModelConfig
@@ -37,6 +43,10 @@ from fenchel.model.norm import norm
 from fenchel.model.sigma_linear import linear_map, matrix_of
 
 CAUSAL = Causal()
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": softplus,
+}
 
 
 def l2_as_dot_product(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +93,11 @@ class Attention(nn.Module):
         self.q_norm = norm(config, H * D if joint else D) if config.qk_norm else None
         self.k_norm = norm(config, G * D if joint else D) if config.qk_norm else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
+        self.output_gate: nn.Linear | None = None
+        if config.gate_width:
+            bias = config.has_qkv_bias
+            self.output_gate = linear_map(config.width, config.gate_width, bias=bias, sigma=sigma)
+        self.gate_activation = GATE_ACTIVATIONS[config.gate_activation]
         self.out = linear_map(H * D, config.width, bias=config.bias, sigma=sigma)
 
     def angles(self, context: ForwardContext) -> Angles | None:
@@ -104,7 +119,7 @@ class Attention(nn.Module):
             if q_BHTD.shape[2] == 1:
                 key_positions = context.cache.key_positions(layer)
         if context.part is not None:
-            return self._attend_part(q_BHTD, k_BGTD, v_BGTD, context, layer)
+            return self._attend_part(q_BHTD, k_BGTD, v_BGTD, x_BTM, context, layer)
         if context.observe is not None:
             context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
         call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context, key_positions)
@@ -112,11 +127,29 @@ class Attention(nn.Module):
         o_BHTD = None if override is None else override(layer, call)
         if o_BHTD is None:
             o_BHTD = _attend(call, self.dropout if self.training else 0.0)
-        out: Tensor = self.out(o_BHTD.transpose(1, 2).flatten(2))
+        return self._project_out(o_BHTD, x_BTM)
+
+    def gate_values(self, x_BTM: Tensor) -> Tensor | None:
+        """The factors on the outputs of the heads: (B, T, M) -> (B, T, H, 1 or D), or None."""
+        if self.output_gate is None:
+            return None
+        u_BTC: Tensor = self.output_gate(x_BTM)
+        return self.gate_activation(u_BTC).view(*u_BTC.shape[:2], self.heads, -1)
+
+    def _project_out(self, o_BHTD: Tensor, x_BTM: Tensor) -> Tensor:
+        """W_o of the heads side by side, times the gate: (B, T, M)."""
+        o_BTHD, gate = o_BHTD.transpose(1, 2), self.gate_values(x_BTM)
+        out: Tensor = self.out((o_BTHD if gate is None else gate * o_BTHD).flatten(2))
         return out
 
     def _attend_part(
-        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, layer: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x_BTM: Tensor,
+        context: ForwardContext,
+        layer: int,
     ) -> Tensor:
         """The output for some positions of the sequences; others compute the rest of k and v."""
         assert context.part is not None
@@ -127,8 +160,7 @@ class Attention(nn.Module):
             if context.observe is not None:
                 context.observe(layer, *chunk)
             outputs.append(_attend(self.attention_call(*chunk, context), p))
-        out: Tensor = self.out(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
-        return out
+        return self._project_out(torch.cat(outputs, dim=2), x_BTM)
 
     def attention_call(
         self,
@@ -144,8 +176,7 @@ class Attention(nn.Module):
             scale = 2 * AttentionSpec(scale=scale).scale_for(self.head_width)
             q, k = l2_as_dot_product(q, k)
         if self.sink is not None:
-            prior = Sink(self.sink, prior)
-            k, v = with_sink(k, v)
+            k, v, prior = add_sink(k, v, self.sink, prior)
         return AttentionCall(q, k, v, AttentionSpec(self.choice, prior, scale, self.softcap))
 
     def _project(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,8 @@ _KINDS = {
     "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3"),
     "mlp": (*GATED, "gelu", "gelu_tanh", "relu"),
     "scores": ("dot", "l2"),
+    "gate": ("none", "head", "element"),
+    "gate_activation": ("sigmoid", "softplus"),
     "initial": ("zero", "normal", "xavier"),
 }
 _SIZES = ("vocabulary", "context", "width", "layers", "heads")
@@ -170,6 +172,11 @@ class ModelConfig:
     """Scores s become c tanh(s / c) before any prior (Gemma 2: 50)."""
     sinks: bool = False
     """A learned score per head for a key with value 0, so that weights may sum to less than 1."""
+    gate: str = "none"
+    """A factor on the outputs of attention before their projection, computed from the layer's
+    input: one per "head", which is a sink whose score follows the scores, or per "element"."""
+    gate_activation: str = "sigmoid"
+    """What makes the factor of a linear map: "sigmoid" (Qwen3-Next), "softplus" (Laguna)."""
     qkv_bias: bool | None = None
     """A bias for queries, keys and values. None is ``bias``; Qwen2 has only this one."""
     sigma_reparam: bool = False
@@ -236,6 +243,7 @@ class ModelConfig:
         read_with("rotary_attention rotary_truncate", "rotary_scaling", "yarn"),
         read_with("buckets bucket_distance", "positions", "buckets"),
         read_with("encoder_layers", "kind", "encoder-decoder"),
+        read_with("gate_activation", "gate", "head", "element"),
         read_with("norm_plus_one", "norm", "rms"),
         Use(("qk_norm_width",), "qk_norm", lambda c: c.qk_norm),
         Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
@@ -363,6 +371,11 @@ class ModelConfig:
     def groups(self) -> int:
         """Heads of keys and values, G."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def gate_width(self) -> int:
+        """Factors of the output gate per token: 0 without one, H per head, H D per element."""
+        return {"none": 0, "head": 1, "element": self.head_width}[self.gate] * self.heads
 
     @property
     def gated(self) -> bool:

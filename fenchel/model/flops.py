@@ -4,6 +4,7 @@ A product of (T, I) and (I, O) takes 2 T I O operations. For T positions of a se
 per layer:
 
     projections    2 T M (H + 2 G) D + 2 T H D M       queries, keys and values; the output
+    gate           2 T M H, or 2 T M H D               an output gate per head, per element
     scores         2 H T S D + 2 H T S D               q k^T, and weights times values
     mlp            4 T M F, or 6 T M F when gated      per expert that a token uses; router 2 T M X
 
@@ -33,7 +34,7 @@ class Flops(NamedTuple):
     """Operations of a forward pass over one sequence, all layers together."""
 
     projections: int
-    """Queries, keys, values and the output of attention."""
+    """Queries, keys, values, the output of attention and its gate."""
     scores: int
     """q k^T, and the weights times the values."""
     mlp: int
@@ -72,7 +73,7 @@ def forward_flops(config: ModelConfig, T: int, *, S: int | None = None) -> Flops
     if config.scores == "l2":  # one map of queries and keys, values by W_q W_v^T of every head
         projections = 2 * T * M * H * D + 2 * H * D * D * (T + M)
         scores += 2 * H * T * S  # one more coordinate, for the lengths of keys
-    projections += 2 * T * H * D * M
+    projections += 2 * T * (H * D + config.gate_width) * M
     expert = (6 if config.gated else 4) * T * M * config.mlp_width
     mlp = expert
     if config.experts:

@@ -119,8 +119,9 @@ def _verdict(data: Certificates, of_layer: str) -> str:
     if not bounded:
         return f"No {of_layer} has a finite upper bound over this ball."
     count, all_ = len(bounded), len(data.layers)
-    ratios = [format_bound(layer.ratio or 1.0, up=True) for layer in bounded]
-    within = " to ".join(dict.fromkeys((min(ratios, key=float), max(ratios, key=float))))
+    ratios = [layer.ratio or 1.0 for layer in bounded]
+    ends = (format_bound(end, up=True) for end in (min(ratios), max(ratios)))
+    within = " to ".join(dict.fromkeys(ends))
     which = f"All {all_}" if count == all_ else f"{count} of {all_}"
     subject = f"{which} {of_layer}s are" if all_ > 1 else f"The {of_layer} is"
     sentence = f"{subject} certified within {within} times of what is attained."

@@ -155,6 +155,7 @@ HEAD: tuple[Measure[Head], ...] = (
     ),
     Measure("on itself", lambda h: h.itself),
     Measure("distance", lambda h: h.distance, "Mean distance in tokens from a query to its keys."),
+    Measure("not taken", lambda h: h.not_taken),
     Measure(
         "column sum",
         lambda h: h.column,

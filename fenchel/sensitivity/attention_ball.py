@@ -38,17 +38,22 @@ queries through B_j^T. Without rotations A_i = A and B_j = B, and these are the 
 docs/maths/sensitivity.md. For consecutive positions A_i^T B_j depends on j - i, and M is the
 largest of 2 n - 1 norms; for others M = |A| |B|.
 
+A sink is one more key, k_0 = 0 and v_0 = 0, that no token moves: its score moves by r |A_i^T k-_i|
+alone, it takes part in means and moments, and neither in a_i nor in the columns of P, d and s.
+
 Softmax, and Tsallis choices with alpha <= 2, whose spread rises with the weight; for other choices
 the bounds are infinite. O(n^2 d^2) time and O(n^2) memory per head. Derivation:
 docs/maths/sensitivity.md.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionSpec
+from fenchel.attention.bias import add_sink
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity.bounds.covariance import factor
 from fenchel.sensitivity.norms import largest, nonnegative, spectral
@@ -95,6 +100,8 @@ class _Head(NamedTuple):
     M: Tensor
     V: Tensor
     """Norms: (H,)."""
+    fixed: int = 0
+    """Keys and values in front that no token moves: 1 for a sink."""
 
     @property
     def rotated(self) -> bool:
@@ -109,7 +116,7 @@ class _Head(NamedTuple):
         return (self.k.unsqueeze(1) - centre.unsqueeze(2)) @ self.A[:, rows]
 
     def query_sizes(self) -> Tensor:
-        """beta scale |B_j^T q_i|: (H, n, n), or (H, n, 1) without rotations."""
+        """beta scale |B_j^T q_i| of the keys that move: (H, n, n), (H, n, 1) without rotations."""
         if not self.rotated:
             size: Tensor = (self.q @ self.B[:, 0]).norm(dim=-1, keepdim=True)
             return size
@@ -123,14 +130,26 @@ def bounded(choice: Choice) -> bool:
     return isinstance(choice, Entmax | Softmax | Sparsemax) and not falls
 
 
-def head_bounds(x: Projections, out: Tensor | None, spec: AttentionSpec, ball: Ball) -> HeadBounds:
-    """Bounds for one sequence and all its heads; ``out`` is W_O per head, (H, E, M), or None."""
+def head_bounds(
+    x: Projections,
+    out: Tensor | None,
+    spec: AttentionSpec,
+    ball: Ball,
+    sink: Tensor | None = None,
+) -> HeadBounds:
+    """Bounds for one sequence and all its heads; ``out`` is W_O per head, (H, E, M), or None.
+
+    ``sink`` has the score of a sink for every head, (H,).
+    """
     H, n = x.q.shape[1:3]
     if not bounded(spec.choice):
         infinite = x.q.new_full((H,), torch.inf)
         return HeadBounds(infinite, infinite, infinite)
     ball = _beyond_rounding(x, ball)
-    head = _coordinates(x, out, spec)
+    if sink is not None:
+        k, v, prior = add_sink(x.k, x.v, sink, spec.prior)
+        x, spec = x._replace(k=k, v=v), replace(spec, prior=prior)
+    head = _coordinates(x, out, spec)._replace(fixed=int(sink is not None))
     w = _weights(x, head, spec, ball)
     rows = _RowBounds(head, w, ball, exact_sum=isinstance(spec.choice, Softmax))
     return rows.bounds(n)
@@ -180,10 +199,10 @@ def _pair_norm(A: Tensor, B: Tensor, R: Tensor) -> Tensor:
 def _weights(x: Projections, head: _Head, spec: AttentionSpec, ball: Ball) -> _Weights:
     choice, prior = spec.choice, spec.prior
     z = spec.scale_for(x.q.shape[-1]) * x.q @ x.k.mT  # (1, H, n, n)
-    H, n = z.shape[1:3]
+    H, n, S = z.shape[1:]
     log_prior = None
     if prior is not None:
-        log_prior = prior.log(n, n, B=1, H=H, device=z.device, dtype=z.dtype)
+        log_prior = prior.log(n, S, B=1, H=H, device=z.device, dtype=z.dtype)
     p = choice.weights(z, log_prior)[0]
     s = choice.spread(p)
     e = _score_moves(head, s, ball)
@@ -211,16 +230,17 @@ def _score_moves(head: _Head, s: Tensor, ball: Ball) -> Tensor:
     total = s.sum(-1, keepdim=True)
     mean = s @ head.k / torch.where(total > 0, total, 1.0)
     far = [head.keys(mean[:, rows], rows).norm(dim=-1) for rows in _row_slices(head)]
-    moves: Tensor = r * (torch.cat(far, 1) + head.query_sizes()) + r * r * head.M.view(-1, 1, 1)
+    moves: Tensor = r * torch.cat(far, 1)
+    moves[..., head.fixed :] += r * head.query_sizes() + r * r * head.M.view(-1, 1, 1)
     sizes = lengths(head.q).unsqueeze(-1) * lengths(head.k).amax(-1).view(-1, 1, 1)
     return moves + (head.q.shape[-1] + 8) * torch.finfo(s.dtype).eps * sizes  # of the products
 
 
 def _row_slices(head: _Head) -> list[slice]:
     """Rows whose (H, t, n, r) tensors have at most ``_BLOCK`` numbers."""
-    H, n, D = head.k.shape
+    (H, n, D), S = head.q.shape, head.k.shape[1]
     width = max(D, head.v.shape[-1], head.A.shape[-1], 1)
-    step = max(1, _BLOCK // max(1, H * n * width))
+    step = max(1, _BLOCK // max(1, H * S * width))
     return [slice(first, min(first + step, n)) for first in range(0, n, step)]
 
 
@@ -267,8 +287,11 @@ class _RowBounds:
         self.sum_max = torch.ones_like(w.s[..., 0]) if exact_sum else w.s_max.sum(-1)
         self.off = w.s_off.sum(-1)
         # a_i: a bound on the weighted move of the tokens in row i
-        widest = w.s_max.amax(-1).sqrt()
-        self.shift = torch.minimum(ball.token * self.sum_max.sqrt(), ball.total * widest)
+        moving = w.s_max[..., head.fixed :]
+        self.moved = torch.minimum(self.sum_max, moving.sum(-1))
+        self.shift = torch.minimum(
+            ball.token * self.moved.sqrt(), ball.total * moving.amax(-1).sqrt()
+        )
         self.query_size = head.query_sizes().amax(-1)
         self._moments()
 
@@ -297,19 +320,22 @@ class _RowBounds:
 
     def bounds(self, n: int) -> HeadBounds:
         """A, B and the bound in the token norm."""
-        head, w, r = self.head, self.w, self.ball.token
+        head, r = self.head, self.ball.token
+        p_max, p_off, s_max, s_off = (
+            x[..., head.fixed :] for x in (self.w.p_max, self.w.p_off, self.w.s_max, self.w.s_off)
+        )
         V, M = head.V.unsqueeze(-1), head.M.unsqueeze(-1)
         g = self.vm.sqrt() + self.shift * V
         h = self.km.sqrt() + self.shift * M
-        moved_queries = M[:, 0] * self._shared(w.s_max * g.square().unsqueeze(-1))
-        mixing = head.V * nonnegative(w.p_max).clamp(max=n**0.5)
-        anywhere = mixing + (g * h).amax(-1) + self._column(w.s_max, g.square()) + moved_queries
+        moved_queries = M[:, 0] * self._shared(s_max * g.square().unsqueeze(-1))
+        mixing = head.V * nonnegative(p_max).clamp(max=n**0.5)
+        anywhere = mixing + (g * h).amax(-1) + self._column(s_max, g.square()) + moved_queries
         move = self.shift * (M * self.vm.sqrt() + V * self.km.sqrt()) + self.shift**2 * V * M
         switch = (self.vd * self.kd).sqrt() * (1.0 + self.off)  # sum_j s'_ij >= 1
-        key = head.V * self._column(w.s_max, self.shift.square())
-        key = key + self._column(w.s_off, self.vd) + self._column(w.s_max, self.vd * self.off)
-        change = head.V * nonnegative(w.p_off) + (move + switch).amax(-1) + moved_queries + key
-        token = V + g * h + g * self.sum_max.sqrt() * (self.query_size + r * M)
+        key = head.V * self._column(s_max, self.shift.square())
+        key = key + self._column(s_off, self.vd) + self._column(s_max, self.vd * self.off)
+        change = head.V * nonnegative(p_off) + (move + switch).amax(-1) + moved_queries + key
+        token = V + g * h + g * self.moved.sqrt() * (self.query_size + r * M)
         return HeadBounds(outward(anywhere), outward(change), outward(token.amax(-1)))
 
     def _column(self, weights: Tensor, rows: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ Golub-Kahan. A has M S numbers where k has D S: it is for M not much larger than
 """
 
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Unpack, final
 
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from fenchel.attention import AttentionSpec
 from fenchel.attention.backends import BACKENDS, describe
+from fenchel.attention.bias import add_sink
 from fenchel.attention.reference import full_precision
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords
@@ -119,12 +121,14 @@ class AttentionJacobian(Operator):
         each: bool,
         G: int | None = None,
         axes: tuple[int, ...] | None = None,
+        fixed: int = 0,
     ) -> None:
-        self.rows, self.wrt, self.each = rows, wrt, each
+        """The first ``fixed`` keys and values are constants, as a sink is: no move has them."""
+        self.rows, self.wrt, self.each, self.fixed = rows, wrt, each, fixed
         self.v = flat(v)
         self.G = rows.H if G is None else G
         (_, T, D), (_, S, E) = rows.q.shape, self.v.shape
-        below = {"q": (T, D), "k": (S, D), "v": (S, E)}
+        below = {"q": (T, D), "k": (S - fixed, D), "v": (S - fixed, E)}
         lead = rows.lead if axes is None else axes
         if each:
             self.domain = Space(tuple(below[name] for name in wrt), lead, len(wrt) > 1)
@@ -287,12 +291,16 @@ class AttentionJacobian(Operator):
         """A move as (c, N, n, w), with shared heads repeated."""
         B, H = self.rows.lead
         own = H if name == "q" or self.each else self.G
+        if name != "q" and self.fixed:
+            move = torch.nn.functional.pad(move, (0, 0, self.fixed, 0))
         move = move.reshape(len(move), B, own, *move.shape[-2:])
         return repeat_heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
 
     def _of_every_group(self, back: Tensor, name: str) -> Tensor:
         """A gradient (c, N, n, w), summed over the query heads that share its keys or values."""
         B, H = self.rows.lead
+        if name != "q" and self.fixed:
+            back = back[..., self.fixed :, :]
         if name == "q" or self.each or self.G == H:
             return back
         return back.reshape(len(back), B, self.G, H // self.G, *back.shape[-2:]).sum(3)
@@ -322,7 +330,8 @@ class AttentionJacobian(Operator):
     @full_precision
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
-        return terms(self.rows, self.v.view(*self.rows.lead, *self.v.shape[1:]))
+        v = self.v.view(*self.rows.lead, *self.v.shape[1:])
+        return terms(self.rows, v, fixed=self.fixed)
 
     @full_precision
     def ceiling(self) -> Tensor:
@@ -436,12 +445,14 @@ def attention_jacobian(
     each: bool = False,
     budget: int | None = None,
     cache: bool = False,
+    sink: Tensor | float | None = None,
     **keywords: Unpack[AttentionKeywords],
 ) -> AttentionJacobian:
     """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
 
     ``wrt`` names the inputs that move; vectors are a tuple when there are several. ``each`` gives
     one operator per sequence and head, batch (B, H), in which shared keys count once per head.
+    ``sink`` is that of ``attend``: a key that takes part and never moves.
 
     >>> q = torch.eye(2).view(1, 1, 2, 2)
     >>> attention_jacobian(q, q, q, wrt="v", scale=0.0) @ q  # the mean of the moves of the values
@@ -459,8 +470,11 @@ def attention_jacobian(
     axes = tuple(q.shape[:-2])
     q, k, v = (four_axes(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
+    if sink is not None:
+        k, v, prior = add_sink(k, v, sink, spec.prior)
+        spec = replace(spec, prior=prior)
     rows = WeightBlocks(q, repeat_heads(k, H), spec, budget, cache=cache)
-    return AttentionJacobian(rows, repeat_heads(v, H), wrt, each, G, axes)
+    return AttentionJacobian(rows, repeat_heads(v, H), wrt, each, G, axes, int(sink is not None))
 
 
 @full_precision

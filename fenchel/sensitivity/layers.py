@@ -27,6 +27,16 @@ In the ball g_f moves by at most rho |W_G e_f| and u_f by rho |W_U e_f|, so the 
 by at most some d_f and e_f, |J' - J| <= |diag(d) W_G^T| + |diag(e) W_U^T|, and |J'| is at most that
 plus |J|, which is a small matrix per token.
 
+An output gate multiplies the outputs of another layer f by a function of the same token,
+y_i = a(g_i) f_i(X) with g_i = x_i W_G, and
+
+    J = diag(a(g)) Df + diag(a'(g) f) W_G^T            the second term for every single token.
+
+In the ball f_i moves by at most tau = token rho; with s the steepest slope near g,
+
+    |J'|     <= max a |Df'| + |diag(s (|f| + tau)) W_G^T|
+    |J' - J| <= max a |Df' - Df| + max|a' - a| |Df'| + |diag(s tau + |f| |s' - s|) W_G^T|.
+
 Norms of queries and keys (QK-norm): q = N(x W_Q) is not affine. Its derivative is at most
 L_Q = gain |W_Q| anywhere in the ball, so bound A holds with L_Q 1 for A_i and L_K 1 for B_j; the
 variation is then at most twice the bound.
@@ -247,7 +257,8 @@ class SelfAttention(TokenLayer):
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
     of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
     keys by position (RoPE, see ``rotation_matrices``), after ``qk_norm``, the norm layers of
-    queries and keys per head. ``bias`` is added after W_O.
+    queries and keys per head. ``sink`` is the score of a key with value 0, (H,). ``bias`` is added
+    after W_O.
     """
 
     W_Q: Tensor
@@ -261,24 +272,25 @@ class SelfAttention(TokenLayer):
     rotations: Tensor | None = None
     qk_norm: "tuple[NormLayer, NormLayer] | None" = None
     bias: Tensor | None = None
+    sink: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., N, M) -> (..., N, M')."""
-        q, k, v = self._qkv(X)
-        out = attend(q, k, v, **self._spec).transpose(-3, -2).flatten(-2)
+        out = self._joined(*self._qkv(X))
         out = out if self.W_O is None else out @ self.W_O
         return out if self.bias is None else out + self.bias
 
     def jacobian(self, X: Tensor) -> Operator:
         """Streamed: O(n d) memory."""
-        if self._is_linear and self.W_O is None and self._heads == 1:
+        bare = self.W_O is None and self.sink is None and self.W_Q.dim() == 2
+        if self._is_linear and bare:
             return self_attention_jacobian(X, self.W_Q, self.W_K, self.W_V, **self._spec)
         q, k, v = (x.detach() for x in self._qkv(X))
         norms = [
             norm.jacobian(y) for norm, y in zip(self.qk_norm or (), self._affine(X), strict=False)
         ]
         moved = Projection(X, self._weights, self.rotations, norms)
-        J = attention_jacobian(q, k, v, **self._spec) @ moved
+        J = attention_jacobian(q, k, v, **self._spec, sink=self.sink) @ moved
         return HeadJoin(J.codomain, self.W_O, J.dtype, J.device) @ J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
@@ -311,13 +323,15 @@ class SelfAttention(TokenLayer):
         if self.prior is not None:
             log = self.prior.log(N, N, H=self._heads, device=X.device, dtype=X.dtype).detach()
             scores += 8.0 * eps * float(log.masked_fill(log.isinf(), 0.0).abs().amax())
+        if self.sink is not None:
+            scores += 8.0 * eps * float(self.sink.masked_fill(self.sink.isinf(), 0.0).abs().amax())
+            N += 1  # keys
         steep = float(torch.as_tensor(self.choice.lipschitz(N)).amax())
         weights = min(2.0, N * steep * scores + 64.0 * (N + 16) * eps)
         total = (weights * sizes[2] + lost[2]) * math.sqrt(N * self._heads)
         if self.W_O is None:
             return total * (1.0 + 1e-6)
-        joined = attend(*whole, **self._spec).transpose(-3, -2).flatten(-2)
-        after = lengths(_product_error(joined, self.W_O, self.bias))
+        after = lengths(_product_error(self._joined(*whole), self.W_O, self.bias))
         return (total * float(linear(self.W_O)) + float(after)) * (1.0 + 1e-6)
 
     def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
@@ -330,7 +344,12 @@ class SelfAttention(TokenLayer):
             x = x._replace(W=(*layer._gains(X.double(), ball), x.W[2]))
         W_O = layer.W_O
         out = None if W_O is None else W_O.reshape(self._heads, -1, W_O.shape[-1])
-        return head_bounds(x, out, self._spec, ball)
+        return head_bounds(x, out, self._spec, ball, layer.sink)
+
+    def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The outputs of all heads side by side: (..., N, H E)."""
+        out = attend(q, k, v, **self._spec, sink=self.sink)
+        return out.transpose(-3, -2).flatten(-2)
 
     def _gains(self, X: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
         """L_Q 1 and L_K 1 for every head: (1, H, D, D) each."""
@@ -588,6 +607,62 @@ class GatedLayer(TokenLayer):
             for W, b in zip((self.W_G, self.W_U), self.biases, strict=True)
         )
         return g, u
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OutputGate(TokenLayer):
+    """X -> a(X W_G + b_G) * f(X), entry by entry, for a layer f: (N, M) -> (N, F).
+
+    W_G (M, F); a gate per head repeats its column for every entry of the head.
+    """
+
+    layer: TokenLayer
+    W_G: Tensor
+    name: str = "sigmoid"
+    bias: Tensor | None = None
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(N, M) -> (N, F)."""
+        return _FUNCTIONS[self.name](self._gate(X)) * self.layer(X)
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """diag(a(g)) Df + diag(a'(g) f) W_G^T."""
+        (X,) = point(X)
+        g = self._gate(X)
+        chosen = Diagonal(_FUNCTIONS[self.name](g)) @ self.layer.jacobian(X)
+        return chosen + Diagonal(SLOPES[self.name].at(g) * self.layer(X)) @ TokenMap(X, self.W_G)
+
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
+        """By the bounds of f and the range of the gate, in float64."""
+        inner = self.layer.ball_bound(X, ball, estimator)
+        here: OutputGate = with_dtype(self, torch.float64, X.dtype)
+        f, g = self.layer(X).double().abs(), here._gate(X.double())
+        W, eps = here.W_G.mT, torch.finfo(X.dtype).eps
+        lost = 4.0 * (X.shape[-1] + 8) * eps  # a move beyond the rounding of X W
+        move = (ball.token + lost * lengths(X.double()).unsqueeze(-1)) * lengths(W)
+        move = move if here.bias is None else move + lost * here.bias.abs()
+        low, slope, high = slope_range(self.name, g, move)
+        steep, bent = high, torch.maximum(high - slope, slope - low)  # both gates only rise
+        tau = inner.token * ball.token + inner.rounding
+        grown = float(outward(_FUNCTIONS[self.name](g + move)).amax())
+        changed = float((steep * move).amax())
+        near = spectral((steep * (f + tau)).unsqueeze(-1) * W).amax()
+        away = spectral((steep * tau + f * bent).unsqueeze(-1) * W).amax()
+        moved, varied = (float(outward(x, sum(W.shape))) for x in (near, away))
+        rough = steep * lost * (lengths(X.double()).unsqueeze(-1) * lengths(W))
+        rough = rough if here.bias is None else rough + steep * lost * here.bias.abs()
+        rounding = lengths(((rough + 64.0 * eps * (1.0 + g.abs())) * (f + tau)).flatten())
+        bound = BallBound(
+            grown * inner.upper + moved,
+            grown * inner.variation + changed * inner.upper + varied,
+            grown * inner.token + moved,
+            grown * inner.rounding + float(rounding),
+        )
+        return estimator.from_centre(self.jacobian(X), bound)
+
+    def _gate(self, X: Tensor) -> Tensor:
+        return X @ self.W_G if self.bias is None else X @ self.W_G + self.bias
 
 
 def with_dtype(value: Any, dtype: torch.dtype, source: torch.dtype | None = None) -> Any:

@@ -143,10 +143,17 @@ def test_auto_compiles_for_a_long_call_and_only_then(
 
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("gradient", [False, True])
-def test_sinks_and_tables_stay_with_the_dense_mask(gradient: bool) -> None:
-    for prior in (Sink(torch.zeros(16), Causal()), RelativeBias(torch.zeros(32, 16)) + Causal()):
-        long = replace(LONG, B=2, T=2048, S=2048, prior=prior, gradient=gradient)
-        assert cheapest(long).name == "sdpa"
+def test_tables_stay_with_the_dense_mask_and_sinks_with_the_keys_alone(gradient: bool) -> None:
+    long = replace(LONG, B=2, T=8192, S=8192, gradient=gradient)
+    table = RelativeBias(torch.zeros(32, 16)) + Causal()
+    assert cheapest(replace(long, T=2048, S=2048, prior=table)).name == "sdpa"
+    for inner, taken in ((Causal(), "sdpa"), (Window(128), "flex")):
+        for learns in (False, True):
+            scores = torch.zeros(16, requires_grad=learns)
+            sink = Sink(scores, inner, padded=True)
+            found = cheapest(replace(long, S=8193, prior=sink, learns=learns))
+            assert found.name == taken
+            assert found is cheapest(replace(long, prior=inner))
 
 
 @pytest.mark.usefixtures("_compiler")

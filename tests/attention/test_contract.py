@@ -18,8 +18,10 @@ from fenchel.attention import (
     ALiBi,
     Causal,
     Dense,
+    Forget,
     Padding,
     Prior,
+    Sink,
     Window,
     attend,
     backends,
@@ -47,7 +49,8 @@ class Claim(NamedTuple):
 
     def refuses(self, prior: Prior | None) -> bool:
         """Whether it has no prior of that kind."""
-        return self.backend == "triton" and isinstance(prior, Dense)
+        kinds = {"triton": (Dense, Forget, Sink), "tangent": (Forget, Sink)}
+        return isinstance(prior, kinds.get(self.backend, ()))
 
 
 CLAIMS = [
@@ -77,6 +80,8 @@ PRIORS: dict[str, Prior | None] = {
     "padding, with an empty sequence": Padding(torch.tensor([5, 0])),
     "bias": ALiBi(H) + Causal(),
     "dense": Dense(torch.randn(B, 1, T, S, generator=torch.Generator().manual_seed(3))),
+    "forget": Forget(-torch.rand(B, H, S, generator=torch.Generator().manual_seed(4))),
+    "sink": Sink(torch.linspace(-1.0, 2.0, H), Causal()),
 }
 every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
 STRICT, DENSE = list(PRIORS)[2], list(PRIORS)[5]
@@ -159,8 +164,8 @@ def test_tangents_are_right_or_refused_and_never_silently_zero(
     at = [x.detach() for x in inputs(2, dtype=claim.dtype)]
     tangents = draw_like(*at)
     f = call(claim, choice, prior)
-    if claim.backend == "tangent" and isinstance(prior, Dense):
-        with pytest.raises(ValueError, match="no derivative in a prior that is a tensor"):
+    if claim.backend == "tangent" and isinstance(prior, Dense | Forget | Sink):
+        with pytest.raises(ValueError, match=r"no (derivative in a prior|Forget|Sink)"):
             jvp(f, tuple(at), tangents)
         return
     if not claim.tangents:

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, RelativeBias, Segments, Window
+from fenchel.attention import (
+    ALiBi,
+    Causal,
+    Dense,
+    Forget,
+    Padding,
+    Prior,
+    RelativeBias,
+    Segments,
+    Window,
+)
 from fenchel.attention.prior import Positioned, ScoreBlock, ScoreIndex, as_band, outside_band
 
 INF = torch.inf
@@ -76,6 +86,8 @@ ALL = {
     "mask": Dense(torch.rand(2, 1, 1, 7, generator=torch.Generator().manual_seed(2)) > 0.3),
 }
 ALL["alibi"] = ALiBi(6)
+ALL["forget"] = Forget(-torch.rand(2, 6, 7, generator=torch.Generator().manual_seed(3)))
+ALL["forget, shared"] = Forget(-torch.rand(1, 7, generator=torch.Generator().manual_seed(4)))
 ALL["sum"] = ALL["causal"] + ALL["padding"] + ALL["dense"]
 ALL["two of each"] = sum(
     (Padding(torch.tensor([6, 9])), Window(3, 2), ALL["alibi"], ALiBi(6), ALL["mask"]), ALL["sum"]
@@ -149,8 +161,8 @@ def test_logarithms_add_and_the_order_does_not_matter() -> None:
 
 @every_prior
 def test_the_band_of_a_prior_is_the_prior(prior: Prior) -> None:
-    if "segments" in repr(prior).lower():
-        assert outside_band(prior) == "Segments"
+    if isinstance(prior, Segments | Forget):
+        assert outside_band(prior) == type(prior).__name__
         return
     assert outside_band(prior) is None
     filled = {name for part in prior.summands() for name in part.band_fields or ()}

@@ -85,6 +85,7 @@ def test_the_directory_is_sealed(tokenizer: TextTokenizer, tmp_path: Path) -> No
         ({"layer_choices": ("softmax", "sparsemax")}, "choice="),
         ({"positions": "sinusoidal"}, "positions='sinusoidal'"),
         ({"sinks": True}, "sinks=True"),
+        ({"gate": "element"}, "gate='element'"),
         ({"rotary_layout": "pairs"}, "rotary_layout='pairs'"),
         ({"residual_scale": "depth", "qk_norm": True}, "qk_norm=True"),
         ({"scores": "l2", "kv_heads": None}, "scores='l2'"),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from fenchel.cli import main
+from fenchel.inspection_result import Certificates, LayerCertificate
+from fenchel.report.certificates import certificates
 
 
 def arguments(run: Path, text: Path, *more: str) -> list[str]:
@@ -97,3 +99,15 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     assert main(arguments(run_directory, text_file, *more)) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_verdict_of_thousands_is_written() -> None:
+    layers = [
+        LayerCertificate(layer=1, lower=1.0, upper=6311.4, moved=[0.9, 0.1]),
+        LayerCertificate(layer=2, lower=1.0, upper=9.5, moved=[0.9, 0.1]),
+    ]
+    tokens = ["a", "b"]
+    data = Certificates(level="block", radius=1.0, norm="fro", dtype="float64", layers=layers)
+    assert "All 2 blocks are certified within 9.50 to 6,312 times" in str(
+        certificates(data, tokens)
+    )

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "entmax, buckets": {"choice": "entmax", "positions": "buckets"},
     "entmax, sinks, soft cap": {"choice": "entmax", "sinks": True, "softcap": 8.0},
     "softmax, l2": {"scores": "l2"},
+    "softmax, gates": {"gate": "head"},
     "entmax, packed documents": {"choice": "entmax"},
 }
 """Name to settings of the model."""

@@ -113,6 +113,8 @@ def saved_by_layer(
         {"rotary_layers": (0,)},
         {"dropout": 0.1, "attention_dropout": 0.0},
         {"heads": 2, "hidden": 100},
+        {"gate": "head", "kv_heads": 2},
+        {"gate": "element", "gate_activation": "softplus", "head_size": 24},
     ],
     ids=str,
 )

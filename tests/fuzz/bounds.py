@@ -54,6 +54,7 @@ from fenchel.sensitivity.layers import (
     GatedLayer,
     LinearLayer,
     NormLayer,
+    OutputGate,
     Residual,
     SelfAttention,
     TokenMap,
@@ -641,7 +642,7 @@ def token_layers(draw: Draw, n: int, M: int) -> tuple[str, TokenLayer]:
 
     size = float(draw.sizes(-1.0, 0.5, 1))
 
-    def attention(width: int = M, *, qk_norm: bool = False) -> SelfAttention:
+    def attention(width: int = M, *, qk_norm: bool = False, sink: bool = False) -> SelfAttention:
         H, G, D = draw.pick(((1, 1, 2), (2, 2, 2), (4, 2, 2)))
         positions = angles(torch.arange(n), D, dtype=draw.dtype)
         return SelfAttention(
@@ -654,7 +655,16 @@ def token_layers(draw: Draw, n: int, M: int) -> tuple[str, TokenLayer]:
             biases=draw.pick(((None, None, None), (normal(H, D), normal(G, D), normal(G, D)))),
             rotations=draw.pick((None, rotation_matrices(positions, D))),
             qk_norm=(norm(D), norm(D)) if qk_norm else None,
+            sink=draw.rounded(draw.normal(H) * draw.pick((1.0, 10.0))) if sink else None,
         )
+
+    def gated_attention() -> Chain:
+        inner = replace(attention(sink=draw.pick((True, False))), W_O=None)
+        H, D = inner.W_Q.shape[0], inner.W_Q.shape[2]
+        W = draw.pick((normal(M, H * D), normal(M, H).repeat_interleave(D, -1)))
+        bias = draw.pick((None, normal(H * D)))
+        gate = OutputGate(inner, W, draw.pick(("sigmoid", "softplus")), bias)
+        return Chain((gate, LinearLayer(normal(H * D, M))))
 
     def norm(width: int = M) -> NormLayer:
         eps = draw.pick((1e-5, 1e-6, None))
@@ -688,6 +698,10 @@ def token_layers(draw: Draw, n: int, M: int) -> tuple[str, TokenLayer]:
     kinds: dict[str, Callable[[], TokenLayer]] = {
         "SelfAttention": attention,
         "SelfAttention qk_norm": lambda: attention(qk_norm=True),
+        "SelfAttention sink": lambda: attention(sink=True),
+        "SelfAttention sink, qk_norm": lambda: attention(sink=True, qk_norm=True),
+        "OutputGate": lambda: gated_attention().layers[0],
+        "Chain gated attention": gated_attention,
         "NormLayer": norm,
         "LinearLayer": lambda: LinearLayer(normal(M, 3), normal(3)),
         "ActivationLayer": lambda: ActivationLayer(draw.pick(sorted(SLOPES))),
@@ -744,6 +758,7 @@ _LAYER = "sensitivity.layers."
             "LinearLayer",
             "ActivationLayer",
             "GatedLayer",
+            "OutputGate",
             "ElementwiseAffine",
             "Residual",
             "Chain",

@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "entmax": {"choice": "entmax", "windows": (0, 6)},
     "buckets": {"positions": "buckets", "buckets": 8, "bucket_distance": 10},
     "sinks": {"sinks": True, "qk_norm": True},
+    "gates": {"gate": "head", "windows": (4, 0)},
 }
 Event = tuple[str, int]
 EVENTS = st.lists(
@@ -174,7 +175,7 @@ def require_recorded_steps(
             torch.testing.assert_close(logits, wanted, atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "windows", "learned", "sinks"])
+@pytest.mark.parametrize("shape", ["grouped", "windows", "learned", "sinks", "gates"])
 @settings(max_examples=6)
 @given(events=EVENTS)
 def test_a_recorded_model_has_a_number_per_row(

@@ -48,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom": {**GPT2, "positions": "alibi", "embedding_norm": True},
     "alibi in a window": {"positions": "alibi", "windows": (4, 0)},
     "sinks, pairs": {"sinks": True, "rotary_layout": "pairs"},
+    "gates": {"gate": "element"},
     "yarn": {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained_context": 4},
     "distances": {"scores": "l2"},
     "experts, shared": {"experts": 4, "distinct_layers": 1},

@@ -42,6 +42,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "post norm": {"norm_place": "post"},
     "sigma reparam": {"sigma_reparam": True},
     "normalised queries": {"qk_norm": True},
+    "sinks": {"sinks": True, "windows": (3, 0)},
+    "sinks, entmax": {"sinks": True, "choice": "entmax"},
+}
+GATED: dict[str, dict[str, Any]] = {
+    "gate": {"gate": "head", "sinks": True},
+    "gate, softplus": {"gate": "element", "gate_activation": "softplus", "bias": True},
 }
 IDS = torch.tensor([[1, 7, 7, 30, 2, 11]])
 
@@ -53,7 +59,7 @@ def model_of(**settings: Any) -> Transformer:
         for name, p in model.named_parameters():  # scores large enough for attention to matter
             if name.endswith(("qkv.weight", "qkv.gain", "attention.out.weight")):
                 p.mul_(4.0 if p.dim() else 8.0)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sink")):
                 p.normal_()
     return model.requires_grad_(False)
 
@@ -75,13 +81,13 @@ def own_norm(given: BlockRecord, x: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(J.reshape(x.numel(), x.numel()), 2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *GATED])
 @pytest.mark.parametrize(("radius", "norm"), [(0.02, "fro"), (0.2, "token")])
 def test_the_models_own_attention_never_exceeds_its_certificate(
     radius: float, norm: str, name: str
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    given = records(**MODELS[name])[0]
+    given = records(**(MODELS | GATED)[name])[0]
     assert given.attention is not None
     x = given.attention.x[0]
     search = Search(steps=6, restarts=0, heads=True)

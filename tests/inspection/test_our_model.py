@@ -14,13 +14,15 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from fenchel.attention import Causal, Window
+from fenchel.attention import Causal, Window, attend
 from fenchel.attention.spec import AttentionCall
 from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.inspection import open_model, recorder
+from fenchel.inspection.heads import heads
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.our_model import OurModel
 from fenchel.inspection.trace import ForwardTrace
+from fenchel.inspection_result import Method
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
 from fenchel.sensitivity import spectral_norm
@@ -133,6 +135,9 @@ MAPS: dict[str, dict[str, Any]] = {
     "capped, entmax": {"softcap": 0.7, "choice": "entmax"},
     "buckets": {"positions": "buckets", "kind": "encoder", "mlp": "relu"},
     "shared": {"distinct_layers": 1, "norm_place": "post", "kind": "encoder"},
+    "sinks": {"sinks": True, "windows": (3, 0)},
+    "gates": {"gate": "head", "sinks": True},
+    "gates, sparse": {"gate": "element", "gate_activation": "softplus", "choice": "sparsemax"},
 }
 
 
@@ -212,3 +217,35 @@ def test_the_tensor_of_an_override_replaces_the_attention_output() -> None:
     plain = model(ids)
     torch.testing.assert_close(model(ids, attention_override=own), plain)
     assert not torch.allclose(model(ids, attention_override=zero), plain)
+
+
+@pytest.mark.parametrize("kind", ["head", "element"])
+def test_the_mass_that_is_not_taken_is_that_of_the_sink_and_of_the_gate(kind: str) -> None:
+    config = ModelConfig(
+        vocabulary=280, context=12, width=8, layers=1, heads=2, initial="normal", initial_std=0.5,
+        sinks=True, gate=kind,
+    )  # fmt: skip
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).eval()
+    model.requires_grad_(False)
+    model.blocks[0].attention.sink.copy_(torch.tensor([0.5, -1.0]))
+    subject = OurModel(
+        name="run",
+        family="fenchel",
+        model=model,
+        tokenizer=train_tokenizer(["peace and trade"], 280),
+        context=12,
+        stored="float32",
+        reads_out=True,
+    )
+    block = subject.trace(torch.tensor([[3, 99, 7, 250, 8]])).blocks[0]
+    assert block.attention_branch is not None
+    gate = torch.sigmoid(block.attention_branch.x @ model.blocks[0].attention.output_gate.weight.T)
+    by_head = gate[0].view(5, 2, -1).mean(-1).T
+    p = attend(*block.attention[:3], **block.attention.spec, return_weights=True)[1][0]
+    wanted = 1 - by_head * p[..., 1:].sum(-1)
+    method = Method(
+        dtype="float32", device="cpu", algorithm="", tolerance=0.1, iterations=5, failure=1e-3,
+        seed=0,
+    )  # fmt: skip
+    found = heads(block.attention, 1, [0, 1], method, torch.Generator(), block.gate)
+    assert [head.not_taken for head in found] == pytest.approx(wanted.mean(-1).tolist(), rel=1e-5)

@@ -25,8 +25,6 @@ from fenchel.checkpoints.directory import open_directory
 from fenchel.hf import adapter
 from fenchel.inspection import inspect, loader, open_model
 from fenchel.inspection.foreign_model import ForeignModel
-from fenchel.inspection.our_model import require_choice
-from fenchel.model import ModelConfig
 
 Save = Callable[[str], Path]
 
@@ -160,16 +158,15 @@ def test_an_index_that_names_files_elsewhere(folder: Path) -> None:
         open_directory(folder)
 
 
-def test_a_sink_that_is_no_key(save: Save, tmp_path: Path, text: Path) -> None:
-    with pytest.raises(ValueError, match="this run has sinks that are no keys"):
-        require_choice(ModelConfig(vocabulary=300, sinks=True), "this run")
+def test_a_family_with_sinks_is_read(save: Save, tmp_path: Path, text: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
-    config = GptOssConfig(**sizes, **heads, vocab_size=300)
+    config = GptOssConfig(**sizes, **heads, vocab_size=300, num_experts_per_tok=1)
     GptOssForCausalLM(config).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match="a sink that is not a key"):
-        inspect(open_model(tmp_path), str(text), max_tokens=8)
+    found = inspect(open_model(tmp_path), str(text), max_tokens=8)
+    assert all(0.0 < head.not_taken < 1.0 for head in found.heads)
+    assert found.subject["causal"]
 
 
 @pytest.mark.parametrize(

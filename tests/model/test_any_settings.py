@@ -42,6 +42,8 @@ OPTIONS: dict[str, list[Any]] = {
     "score_scale": [None, 0.5],
     "softcap": [None, 2.0],
     "sinks": [False, True],
+    "gate": ["none", "head", "element"],
+    "gate_activation": ["sigmoid", "sigmoid", "softplus"],
     "qkv_bias": [None, True],
     "sigma_reparam": [False, True],
     "experts": [0, 3],

@@ -134,6 +134,28 @@ def test_a_sink_takes_the_rest(build: Build, choice: str) -> None:
     torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "softplus"])
+@pytest.mark.parametrize("kind", ["head", "element"])
+def test_a_gate_multiplies_the_heads_before_they_are_mixed(
+    build: Build, kind: str, activation: str
+) -> None:
+    layer, x = one(build, gate=kind, gate_activation=activation, qkv_bias=True)
+    heads = []
+    for h in range(H):
+        g = h // (H // G)
+        rows = (h, H + g, H + G + g)
+        q, k, v = (
+            x @ layer.qkv.weight[r * D : r * D + D].T + layer.qkv.bias[r * D : r * D + D]
+            for r in rows
+        )
+        heads.append(masked(q @ k.mT / D**0.5).softmax(-1) @ v)
+    u = x @ layer.output_gate.weight.T + layer.output_gate.bias
+    factor = 1 / (1 + (-u).exp()) if activation == "sigmoid" else (1 + u.exp()).log()
+    each = 1 if kind == "element" else D
+    gated = torch.cat(heads, -1) * factor.repeat_interleave(each, -1)
+    torch.testing.assert_close(layer(x, ForwardContext()), gated @ layer.out.weight.T)
+
+
 def test_layers_choose_by_their_own_maps(build: Build) -> None:
     model = build(layer_choices=("softmax", "entmax"), entmax_alpha=1.3)
     kinds = [block.attention.choice for block in model.blocks]

@@ -73,6 +73,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scores": "l2", "heads": 2, "kv_heads": 1}, 'scores="l2" has one matrix'),
     ({"scores": "l2", "sinks": True}, 'scores="l2" leaves scores open to a shift'),
     ({"scores": "l2", "softcap": 9.0}, 'scores="l2" leaves scores open to a shift'),
+    ({"gate": "row"}, "gate='row' should be one of"),
+    ({"gate_activation": "softplus"}, "gate_activation='softplus' would do nothing"),
     ({"rotary_layers": (1, 2)}, r"rotary_layers=\(1, 2\) should hold 0 and 1 only."),
     ({"qk_norm_width": "all"}, "qk_norm_width='all' would do nothing; it needs qk_norm."),
     ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre", "both"'),
@@ -197,6 +199,8 @@ OTHERS: dict[str, Any] = {
     "score_scale": 3.0,
     "softcap": 0.2,
     "sinks": True,
+    "gate": "element",
+    "gate_activation": "softplus",
     "qkv_bias": True,
     "sigma_reparam": True,
     "experts": 3,
@@ -229,6 +233,7 @@ BASES: list[dict[str, Any]] = [
     {"windows": (2, 0)},
     {"norm": "layer"},
     {"qk_norm": True},
+    {"gate": "head"},
     {"initial": "normal"},
 ]
 

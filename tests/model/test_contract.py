@@ -53,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "window, alibi": {"windows": (4,), "positions": "alibi"},
     "sinks": {"sinks": True, "windows": (3, 0)},
     "sinks, entmax": {"sinks": True, "choice": "entmax"},
+    "gate": {"gate": "head", "sinks": True},
+    "gate, softplus": {"gate": "element", "gate_activation": "softplus", "qkv_bias": True},
     "l2": {"scores": "l2", "kv_heads": None},
     "l2, no positions": {"scores": "l2", "kv_heads": None, "positions": "none", "choice": "entmax"},
     "layer choices": {"layer_choices": ("softmax", "entmax", "sparsemax")},
@@ -257,13 +259,16 @@ def test_the_attention_call_of_a_layer_is_the_one_it_makes(
     build: Build, ids: Tensor, name: str
 ) -> None:
     """The stream after each attention layer follows from what an observer saw."""
-    model, seen, given = build(**MODELS[name]), [], []
+    model, seen, given, inputs = build(**MODELS[name]), [], [], []
     for block in model.blocks:
+        block.attention.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
         block.attention.out.register_forward_pre_hook(lambda _, x: given.append(x[0]))
     model(ids, observe=lambda *what: seen.append(what), **source(model, ids))
     for (layer, *qkv), mixed in zip(seen, given, strict=True):
         call = model.attention_call(layer, *qkv)
         out, p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)
+        if (gate := model.attention_layers()[layer].gate_values(inputs[layer])) is not None:
+            out = gate.transpose(1, 2) * out
         torch.testing.assert_close(out.transpose(1, 2).flatten(2), mixed)
         torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
 

@@ -32,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lm_head": False, "kind": "encoder", "positions": "learned", "embedding_width": 16,
     },
     "l2": {"scores": "l2"},
+    "gate per head": {"gate": "head"},
+    "gate per element": {"gate": "element", "head_size": 24},
 }  # fmt: skip
 
 

@@ -56,6 +56,31 @@ def test_it_is_the_derivative_of_attend(
     torch.testing.assert_close(J.T @ u, pull(u))
 
 
+@pytest.mark.parametrize("choice", [Softmax(2.5), Entmax(1.5), Sparsemax()], ids=repr)
+@pytest.mark.parametrize("prior", PRIORS[:4], ids=lambda prior: type(prior).__name__)
+@pytest.mark.parametrize("budget", [1, None], ids=["row by row", "whole"])
+def test_a_sink_takes_part_and_does_not_move(
+    choice: Choice, prior: Prior | None, budget: int | None, draw: Draw
+) -> None:
+    q, k, v, r = draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 6), draw(4)
+    J = attention_jacobian(q, k, v, choice=choice, prior=prior, budget=budget, sink=r)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, choice=choice, prior=prior, sink=r, backend="reference")
+
+    dq, dk, dv = draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 6)
+    torch.testing.assert_close(J @ (dq, dk, dv), torch.func.jvp(f, (q, k, v), (dq, dk, dv))[1])
+    u = draw(2, 4, 5, 6)
+    torch.testing.assert_close(J.T @ u, torch.func.vjp(f, q, k, v)[1](u))
+    norms = torch.linalg.matrix_norm(J.dense(), 2)
+    assert norms <= J.ceiling()
+    each = attention_jacobian(q, k, v, choice=choice, prior=prior, each=True, sink=r)
+    assert (torch.linalg.matrix_norm(each.dense(), 2) <= each.ceiling()).all()
+    plain = attention_jacobian(q, k, v, choice=choice, prior=prior, each=True)
+    heavy = attention_jacobian(q, k, v, choice=choice, prior=prior, each=True, sink=50.0)
+    assert (heavy.ceiling() < 1e-3 * plain.ceiling()).all()  # all is the sink's: nothing moves
+
+
 @pytest.mark.parametrize("choice", [Softmax(), Softmax(2.5), Entmax(1.5), Sparsemax()], ids=repr)
 @pytest.mark.parametrize("prior", PRIORS[:4], ids=lambda prior: type(prior).__name__)
 @pytest.mark.parametrize("budget", [1, None], ids=["row by row", "whole"])

@@ -25,6 +25,9 @@ The bound holds at a point, always. It is within a factor of 3 of the norm on ra
 exact on the known worst family. Full: O(n^2 d^2) time, O(n d^2) memory. Cheap: traces instead of
 matrices and |P|_2^2 <= the largest column sum: O(n^2 d) time, O(n d) memory.
 
+Keys that no input moves (``fixed``, the sink in front of the true keys) take part in the rows with
+their weights, keys and values, and are left out of the columns: of |P|_2 and of the max over j.
+
 Rounding. Everything is computed in float64. Queries, keys and values may have errors of length e_q,
 e_k and e_v (those of X W). Scores then have errors of at most e_i in row i (``score_errors``),
 and weights and spreads lie below p_max and s_max (``WeightBlocks.enlarged``).
@@ -203,10 +206,17 @@ class RowMoments:
     """
 
     def __init__(
-        self, rows: WeightBlocks, v: Tensor, factors: Factors, errors: Errors, *, cheap: bool
+        self,
+        rows: WeightBlocks,
+        v: Tensor,
+        factors: Factors,
+        errors: Errors,
+        *,
+        cheap: bool,
+        fixed: int = 0,
     ) -> None:
-        """``v`` (B, H, S, E)."""
-        self.blocks, self.cheap = rows.double(), cheap
+        """``v`` (B, H, S, E); the first ``fixed`` keys and values are constants."""
+        self.blocks, self.cheap, self.fixed = rows.double(), cheap, fixed
         F_Q, F_K, F_V = (None if f is None else _per_head(f, *rows.lead) for f in factors)
         self.score_errors = score_errors(self.blocks, errors)
         self.v, value, self.e_v = _scaled(flat(v).double(), errors.v)
@@ -306,10 +316,13 @@ class RowMoments:
                 continue
             for a in range(r):
                 moments[:, keys, a] += w.mT @ (q[..., a : a + 1] * q)
+        moments, columns, sums = (x[:, self.fixed :] for x in (moments, columns, sums))
         top = moments if self.cheap else largest(moments)
         key = top.amax(-1).sqrt() + self.e_q * columns.amax(-1).sqrt() + _FLOOR
         # Rows of P sum to one at most, so its norm is at most the root of the largest column sum.
-        mixed = sums.amax(-1).sqrt() if self.cheap else mixing(self.blocks) + moved.sqrt()
+        mixed = sums.amax(-1).sqrt()
+        if not self.cheap:
+            mixed = mixing(self.blocks, self.fixed) + moved.sqrt()
         mixed = mixed.clamp(max=self.blocks.T**0.5)
         query, key = product(query, *self.query_units), product(key, *self.key_units)
         parts = product(mixed, self.gain_v), query, key
@@ -323,9 +336,10 @@ def terms(
     *,
     cheap: bool = False,
     errors: Errors = _EXACT,
+    fixed: int = 0,
 ) -> Terms:
     """The three numbers for the weights in ``rows`` on the values v (B, H, S, E), in float64."""
-    per_head = RowMoments(rows, v, factors, errors, cheap=cheap).gather()
+    per_head = RowMoments(rows, v, factors, errors, cheap=cheap, fixed=fixed).gather()
     return Terms(*(term.view(rows.lead) for term in per_head))
 
 
@@ -351,14 +365,16 @@ def _centred(s: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def mixing(rows: WeightBlocks) -> Tensor:
-    """An upper bound of |P|_2, within about a percent: (N,)."""
+def mixing(rows: WeightBlocks, fixed: int = 0) -> Tensor:
+    """An upper bound of |P|_2, within about a percent, without the first ``fixed`` keys: (N,)."""
 
     def step(y: Tensor) -> Tensor:
+        y = torch.nn.functional.pad(y, (fixed, 0))
         out = torch.zeros_like(y)
         for block in rows:
             p, keys = block.p, block.keys
             out[:, keys] += (p.mT @ (p @ y[:, keys].unsqueeze(-1))).squeeze(-1)
-        return out
+        return out[:, fixed:]
 
-    return perron(step, rows.k.new_ones(rows.k.shape[:2]))
+    N, S = rows.k.shape[:2]
+    return perron(step, rows.k.new_ones(N, S - fixed))

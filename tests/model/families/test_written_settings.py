@@ -152,6 +152,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"softcap": 1.0},
     {"softcap": None},
     {"sinks": True},
+    {"gate": "head", "gate_activation": "softplus"},
     {"qkv_bias": True},
     {"qkv_bias": False},
     {"sigma_reparam": True},
