@@ -13,7 +13,7 @@
 //     a sentence of buttons; lines as thick as rows[query] join the query with the words it reads
 //   bars(host, [{ name, tone }])(values)     shares on an axis from 0 to 1
 //   slider(host, of, {...})  radios(host, of, {...})  of.play(button, {...})      controls of a state
-//   share(of)            the state in the address of the page, or in Python where a lesson holds it
+//   share(of, names)     the state in the address of the page, or in Python where a lesson holds it
 //
 // A scene returns its store: { state, set(patch), watch(f), play }. Scenes that are given one `store`
 // show one state. A handle is a slider for a screen reader: arrow keys move it (Shift: five times as
@@ -32,8 +32,9 @@ function node(name, attributes = {}, ...children) {
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 const between = (low, high, count) => range(count).map((i) => low + ((high - low) * i) / (count - 1));
-const circle = ([x, y], radius, count = 97) =>
-	between(0, 2 * Math.PI, count).map((a) => [x + radius * Math.cos(a), y + radius * Math.sin(a)]);
+const arc = ([x, y], radius, start, end, count = 97) =>
+	between(start, end, count).map((a) => [x + radius * Math.cos(a), y + radius * Math.sin(a)]);
+const circle = (at, radius) => arc(at, radius, 0, 2 * Math.PI);
 const signed = (text) => text.replace(/^-(0(\.0*)?)$/, "$1").replace("-", "\u2212"); // no -0, a true minus
 const fixed = (value, digits = 2) => signed(value.toFixed(digits));
 const NARROW = 520;
@@ -388,10 +389,10 @@ function radios(host, of, { name, label, options }) {
 }
 
 // stage: the parts of a page with one scene: controls above, the picture, and a margin beside it.
-function stage({ wide = false } = {}) {
+function stage(shape = "") { // "square", "wide" or neither
 	const controls = node("div", { class: "controls" }), picture = node("div"), side = node("div", { class: "side" });
 	const says = node("output", { class: "says", "aria-live": "polite" });
-	const figure = node("figure", { class: wide ? "figure wide" : "figure" }, node("div", {}, picture, says), side);
+	const figure = node("figure", { class: `figure ${shape}` }, node("div", {}, picture, says), side);
 	document.body.append(controls, figure);
 	return {
 		controls,
@@ -414,8 +415,9 @@ function stage({ wide = false } = {}) {
 // share: who else holds the state. A page of its own has it in its address. In a lesson it goes to
 // Python: marimo's hidden text field beside the frame hears an event that its own fields send, at
 // most ten times a second. From a file a frame cannot see its page: then it is a message.
-function share(of) {
-	const values = () => Object.fromEntries(Object.entries(of.state).map(([k, v]) => [k, typeof v === "number" ? +v.toFixed(6) : v]));
+function share(of, names = Object.keys(of.state)) {
+	const plain = (value) => (typeof value === "number" ? +value.toFixed(6) : value);
+	const values = () => Object.fromEntries(names.map((name) => [name, plain(of.state[name])]));
 	if (window.parent === window) {
 		const given = [...new URLSearchParams(location.hash.slice(1))].filter(([name]) => name in of.state);
 		of.set(Object.fromEntries(given.map(([name, text]) => [name, typeof of.state[name] === "number" ? +text : text])));
