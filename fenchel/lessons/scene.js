@@ -374,7 +374,14 @@ function slider(host, of, { name, label, low, high, step = 0, log, digits = 2 })
 	});
 }
 
+// radios: one of several values of the state; a menu where there are many.
 function radios(host, of, { name, label, options }) {
+	if (options.length > 12) {
+		const menu = node("select", { "aria-label": label }, ...options.map(([, text], i) => node("option", { value: i }, text)));
+		menu.addEventListener("change", () => of.set({ [name]: options[menu.value][0] }));
+		host.append(node("label", { class: "menu" }, node("span", {}, label), menu));
+		return of.watch((state) => (menu.value = options.findIndex(([value]) => value === state[name])));
+	}
 	const set = node("fieldset", { class: "choice" }, node("legend", {}, label));
 	const inputs = options.map(([value, text, tone]) => {
 		const input = node("input", { type: "radio", name, value });
@@ -385,7 +392,7 @@ function radios(host, of, { name, label, options }) {
 		return input;
 	});
 	host.append(set);
-	of.watch((state) => inputs.forEach((input, i) => (input.checked = options[i][0] === state[name])));
+	return of.watch((state) => inputs.forEach((input, i) => (input.checked = options[i][0] === state[name])));
 }
 
 // stage: the parts of a page with one scene: controls above, the picture, and a margin beside it.

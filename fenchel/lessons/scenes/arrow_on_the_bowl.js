@@ -40,8 +40,8 @@ const picture = scene(page.picture, {
 		pen.arrow(at(s), tip, { tone: "s0", width: 3 });
 		pen.line(at(s), along(s, slope(s) / 4), { tone: "s1", width: 5 });
 		if (turned > 0.05) pen.dot(along(s, slope(s) / 4), { tone: "s1", radius: 4.5 });
-		const beyond = { dx: s.x < 0 ? -8 : 8, dy: s.y < 0 ? 10 : -10, anchor: s.x < 0 ? "end" : "start" };
-		if (steepest(s) > 0.6) pen.text(tip, "gradient", { tone: "s0", bold: true, ...beyond });
+		const name = { tone: "s0", bold: true, anchor: "middle", dy: s.y < 0 ? 22 : -22 };
+		if (steepest(s) > 0.6) pen.text([clamp(tip[0], -2.4, 2.4), tip[1]], "gradient", name);
 	},
 });
 slider(page.controls, picture, { name: "angle", label: "Direction in degrees", low: 0, high: 360, step: 1, digits: 0 });

@@ -42,7 +42,8 @@ const picture = scene(page.picture, {
 		const reach = 0.22 * (frame.x[1] - frame.x[0]), inside = at * at < frame.y[1];
 		pen.line([at - reach, at * at - reach * slope], [at + reach, at * at + reach * slope], { tone: "muted", dash: "5 4" });
 		pen.dot([at, at * at], { tone: "s0", radius: 8 });
-		if (inside) pen.text([at, at * at], `slope ${fixed(slope)}`, { dx: at < 0 ? -14 : 14, dy: 18, anchor: at < 0 ? "end" : "start" });
+		const beside = { dx: at < 0 ? -14 : 14, dy: at * at < 0.1 * frame.y[1] ? -18 : 18, anchor: at < 0 ? "end" : "start" };
+		if (inside) pen.text([at, at * at], `slope ${fixed(slope)}`, beside);
 		const tip = s.start * (1 - 2 * s.rate);
 		if (tip > frame.x[0]) pen.text([tip, s.start ** 2], `η = ${fixed(s.rate)}`, { tone: "s1", dx: 0, dy: -20, anchor: "middle", bold: true });
 	},
