@@ -58,13 +58,18 @@ function store(start) {
 		watchers.push(watcher);
 		watcher(state);
 	}
-	// Moves state[name] from one end to the other; `whole` rounds it. Without motion: five still pictures.
+	// Moves state[name] from one end to the other; the ends may be functions of the state, `whole` rounds.
+	// Who asks for no motion gets five still pictures.
 	function play(button, { name, from, to, seconds = 5, log, whole, words: [start, pause] = ["Play", "Pause"] }) {
-		const at = (t) => {
-			const value = log ? from * (to / from) ** t : from + (to - from) * t;
+		const ends = () => [from, to].map((end) => (typeof end === "function" ? end(state) : end));
+		function at(t) {
+			const [a, b] = ends(), value = log ? a * (b / a) ** t : a + (b - a) * t;
 			return whole ? Math.round(value) : value;
-		};
-		const share = (v) => (log ? Math.log(v / from) / Math.log(to / from) : (v - from) / (to - from));
+		}
+		function share(value) {
+			const [a, b] = ends();
+			return log ? Math.log(value / a) / Math.log(b / a) : (value - a) / (b - a);
+		}
 		const calm = matchMedia("(prefers-reduced-motion: reduce)");
 		let running = 0;
 		function label(on) {
