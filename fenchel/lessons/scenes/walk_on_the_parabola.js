@@ -11,14 +11,6 @@ const picture = scene(page.picture, {
 	axes: { x: "x →", y: "height x² ↑", xTicks: DATA.xTicks, yTicks: DATA.yTicks },
 	state: DATA.state,
 	handles: {
-		rate: {
-			label: "Tip of the first step: the learning rate",
-			tone: "s1",
-			at: (s) => [s.start * (1 - 2 * s.rate), s.start ** 2],
-			move: (s, [x]) => ({ rate: clamp(Math.round((50 * (s.start - x)) / s.start) / 100, low, high) }),
-			keys: (s, way, far) => ({ rate: clamp(+(s.rate + 0.01 * way * far).toFixed(2), low, high) }),
-			say: (s) => `learning rate ${fixed(s.rate)}`,
-		},
 		start: {
 			label: "Where the walk starts",
 			tone: "s0",
@@ -26,6 +18,14 @@ const picture = scene(page.picture, {
 			move: (s, [x]) => ({ start: clamp(Math.round(10 * x) / 10, 0.5, 3) }),
 			step: [0.1, 0],
 			say: (s) => `start ${fixed(s.start, 1)}`,
+		},
+		rate: {
+			label: "Tip of the first step: the learning rate",
+			tone: "s1",
+			at: (s) => [s.start * (1 - 2 * s.rate), s.start ** 2],
+			move: (s, [x]) => ({ rate: clamp(Math.round((50 * (s.start - x)) / s.start) / 100, low, high) }),
+			keys: (s, way, far) => ({ rate: clamp(+(s.rate + 0.01 * way * far).toFixed(2), low, high) }),
+			say: (s) => `learning rate ${fixed(s.rate)}`,
 		},
 	},
 	draw(pen, s) {
