@@ -130,6 +130,7 @@ def _(cat, dog, u_arrow, v_arrow):
         2, 10_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     cosines = cosine_similarity(*pairs, dim=-1)
+    _cosine = cosine_similarity(u_arrow, v_arrow, dim=0)
     parallel = torch.tensor([2.0, -3.0, -1.0], dtype=torch.float64)
     mo.vstack(
         [
@@ -164,21 +165,18 @@ def _(cat, dog, u_arrow, v_arrow):
                 and torch.isclose(cosine_similarity(cat, -cat, dim=0), cat.new_tensor(-1.0)),
             ),
             claim(
-                "E43 GE-16",
-                r"Your arrows: $\langle u, v \rangle$ = "
-                f"{(u_arrow @ v_arrow).item():.3f}. Stretching $v$ changes the inner product and the distance, not the cosine, "
-                f"{cosine_similarity(u_arrow, v_arrow, dim=0).item():.3f}. A cosine of 1 means the same direction, not the same "
-                "vector: it is 1 for $v$ and $2v$ too. The inner product mixes two things, angle and length: "
-                r"$\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$.",
+                "GE-16",
+                r"The inner product mixes two things, angle and length: $\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$. For your "
+                f"arrows, {u_arrow @ v_arrow:.3f} = {u_arrow.norm():.3f} · {v_arrow.norm():.3f} · {_cosine:.3f}.",
                 torch.isclose(
-                    cosine_similarity(u_arrow, v_arrow, dim=0),
-                    cosine_similarity(u_arrow, 2 * v_arrow, dim=0),
-                )
-                and torch.isclose(
-                    u_arrow @ v_arrow,
-                    u_arrow.norm() * v_arrow.norm() * cosine_similarity(u_arrow, v_arrow, dim=0),
-                    atol=1e-12,
-                )
+                    u_arrow @ v_arrow, u_arrow.norm() * v_arrow.norm() * _cosine, atol=1e-12
+                ),
+            ),
+            claim(
+                "E43 GE-16",
+                "Stretching an arrow changes the inner product and the distance, not the cosine. A cosine of 1 means the same "
+                "direction, not the same vector: it is 1 for $v$ and $2v$ too.",
+                torch.isclose(_cosine, cosine_similarity(u_arrow, 2 * v_arrow, dim=0), atol=1e-12)
                 and torch.isclose(
                     cosine_similarity(parallel, 2 * parallel, dim=0), parallel.new_tensor(1.0)
                 )
