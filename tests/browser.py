@@ -112,6 +112,32 @@ class Browser:
 
         self.until(move)
 
+    def drag(self, element: WebElement, right: float, down: float) -> None:
+        """Press the mouse on the middle of an element, move it by so many pixels, release it.
+
+        The element may be in the frame to which the driver has switched.
+        """
+        box = self.run(
+            """
+            arguments[0].scrollIntoView({block: "center"});
+            const box = arguments[0].getBoundingClientRect(), frame = window.frameElement;
+            const outer = frame ? frame.getBoundingClientRect() : {left: 0, top: 0};
+            return [outer.left + box.left + box.width / 2, outer.top + box.top + box.height / 2];
+            """,
+            element,
+        )
+        for kind, share in (
+            ("mouseMoved", 0.0),
+            ("mousePressed", 0.0),
+            ("mouseMoved", 0.5),
+            ("mouseMoved", 1.0),
+            ("mouseReleased", 1.0),
+        ):
+            place = {"x": box[0] + share * right, "y": box[1] + share * down}
+            held = {"button": "left", "buttons": 1, "clickCount": 1} if share or "P" in kind else {}
+            event = {"type": kind, **place, **held}
+            self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+
     def colours(self, selector: str) -> list[int]:
         """The opaque colours of a canvas as numbers, the most frequent first, at most 30."""
         return self.run(

@@ -11,12 +11,15 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import fenchel
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, NOTEBOOKS, Lesson
+from fenchel.lessons.scene import Scene
 from fenchel.lessons.widgets import Exercise, recorded_claims
 
 each_lesson = pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
@@ -104,7 +107,6 @@ def is_drawn(tree: ast.Module, control: str) -> bool:
 NOT_DRAWN = {
     "l10_attention": ["visible", "mistake"],
     "l12_lipschitz": ["ball_size"],
-    "l21_whole_flow": ["stage"],
 }
 """Controls whose answer is a table or a sentence."""
 
@@ -123,6 +125,67 @@ def test_a_control_moves_something_in_a_chart(lesson: Lesson) -> None:
     assert controls
     unmoved = [each for each in controls if not is_drawn(tree, each)]
     assert unmoved == NOT_DRAWN.get(lesson.name, [])
+
+
+REACHED: dict[str, list[dict[str, Any]]] = {
+    "hillside": [{"x": 0.0, "y": 0.0, "angle": 0}, {"x": -2.0, "y": 0.05, "angle": 359}],
+    "downhill": [{"rate": 0.02, "start": 0.5}, {"rate": 0.45, "start": 3}],
+    "strings": [{"rate": r, "start": 2.9} for r in (0.02, 0.5, 0.99, 1, 1.2)],
+    "arrows": [
+        {"ux": 0.3, "uy": 0.0, "length": 0.3, "angle": 1.570796},
+        {"ux": -2.0, "uy": 0.0, "length": 2.0, "angle": 3.141593},
+    ],
+    "walk": [{"x": x, "b": 1} for x in (-1.5, -0.05, 0, 1.5)],
+    "bound": [{"b": b} for b in (0, 3.75, 4, 4.25, 5)],
+    "evenings": [
+        {"T": 0.05, "A": 0, "B": 3, "C": 0},
+        {"T": 2.5, "A": 1, "B": 1, "C": 1},
+        {"T": 0.05, "A": 3, "B": 2.95, "C": 2.95},
+    ],
+    "leash": [
+        {"beta": 0.05, "A": 0.5, "B": 0.3, "C": 0.2},
+        {"beta": 5.0, "A": 0.96, "B": 0.04, "C": 0},
+        {"beta": 5.0, "A": 0, "B": 0.96, "C": 0.04},
+    ],
+    "islands": [
+        {**dict.fromkeys("ABCDEF", 2.5), "map": "softmax", "beta": 4},
+        {**dict.fromkeys("ABCDE", -2.5), "F": 2.5, "map": "entmax", "beta": 0.2},
+        {**dict.fromkeys("ABC", 1.0), "D": 0, "E": -1, "F": 2, "map": "sparsemax", "beta": 1.0},
+    ],
+    "room": [
+        {"text": 1, "word": 8, "map": "entmax", "T": 0.1},
+        {"text": 0, "word": 6, "map": "sparsemax", "T": 10},
+    ],
+    "train": [{"L": 0.5, "tip": -3}, {"L": 1, "tip": 0.1}, {"L": 1.5, "tip": 3}],
+    "clocks": [{"m": 0, "gap": 200}, {"m": 200, "gap": -200}, {"m": 7, "gap": 0}],
+    "seats": [{"m": 0, "gap": 60}, {"m": 60, "gap": -60}, {"m": 7, "gap": 0}],
+    "stack": [{"layers": 1}, {"layers": 32}],
+    "desk": [{"gear": 1, "angle": 225}, {"gear": 10, "angle": 0}],
+    "race": [{"stage": 7}],
+}
+"""The states of each scene at the ends of what its handles reach, and where a claim may turn."""
+
+
+def below(app: Any, scene: str) -> set[str]:
+    """The names that the cells of a lesson compute from those that one of its cells makes."""
+    cells = [cell for _, cell in app._cell_manager.valid_cells()]
+    known, after = set[str](), {scene}
+    while after != known:
+        known = after
+        for cell in cells:
+            if known & set(cell.refs):
+                after = after | set(cell.defs)
+    return known
+
+
+def check_claims_of_scenes(app: Any, given: dict[str, Any]) -> None:
+    """Every claim that follows a scene holds at the ends of what its handles reach."""
+    for name, scene in given.items():
+        if isinstance(scene, Scene):
+            kept = {each: given[each] for each in given if each not in below(app, name)}
+            for state in REACHED[name]:
+                assert state.keys() <= scene.state.keys()
+                app.run(defs={**kept, name: SimpleNamespace(state={**scene.state, **state})})
 
 
 def test_a_script_evaluates_its_claims(tmp_path: Path) -> None:
@@ -189,6 +252,7 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     # The cells of the run, with what the others have computed. Those of the setup stay.
     given = {name: value for name, value in names.items() if not hasattr(module, name)}
     del given["picker"]
+    check_claims_of_scenes(module.app, given)
     with recorded_claims() as spoken:
         names = dict(module.app.run(defs={**given, "run_path": str(own_run)})[1])
     texts += tuple(without_numbers(text) for _, text in spoken)

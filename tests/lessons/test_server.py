@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -405,6 +406,26 @@ def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     assert not browser.console()
 
 
+def differs(browser: Browser, before: str) -> bool:
+    return words(browser) != before
+
+
+def check_scenes(browser: Browser) -> None:
+    """The state of a scene arrives in Python, and the claims follow; the frame is not scrolled."""
+    for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
+        before = words(browser)
+        browser.driver.switch_to.frame(frame)
+        handle = browser.find(".words button, .grip")
+        handle.send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_RIGHT)
+        high = "return document.documentElement.scrollHeight - window.innerHeight"
+        assert browser.run(high) <= 0, "the frame is as high as the scene"
+        shared = browser.driver.title != "relay"  # which shows all that there is in the page itself
+        browser.driver.switch_to.default_content()
+        if shared:
+            browser.until(partial(differs, browser, before), seconds=30)
+        assert "AssertionError" not in words(browser)
+
+
 @needs_browser
 @pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
 def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: Lesson) -> None:
@@ -415,6 +436,7 @@ def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: L
     browser.run("arguments[0].scrollIntoView({block: 'center'})", control)
     control.send_keys(Keys.ARROW_RIGHT)
     WebDriverWait(browser.driver, 60).until(lambda _: words(browser) != before)
+    check_scenes(browser)
     wide = "return document.documentElement.scrollWidth - window.innerWidth"
     assert browser.run(wide) <= 0, "the page is wider than a phone"
     assert max(background(browser)) < 80, "the page is as dark as was asked"

@@ -17,6 +17,7 @@ with app.setup:
     from torch.autograd.functional import hessian, jacobian
 
     import fenchel
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -272,23 +273,33 @@ def _():
 
 
 @app.cell
-def _():
-    east = mo.ui.slider(-2.0, 2.0, step=0.5, value=1.5, label="East $x$", show_value=True)
-    north = mo.ui.slider(-2.0, 2.0, step=0.5, value=1.0, label="North $y$", show_value=True)
-    mo.vstack([east, north])
-    return east, north
+def arrow_on_the_bowl():
+    hillside = Scene("arrow_on_the_bowl", {"x": 1.5, "y": 1.0, "angle": 340})
+    mo.vstack(
+        [
+            mo.md(
+                "*Drag the blue ring: you stand there. Drag the orange ring round it: that is the way you go. In which directions is "
+                "the slope 0, and where does the orange line end as you turn?*"
+            ),
+            hillside,
+        ]
+    )
+    return (hillside,)
 
 
 @app.cell
-def _(east, north):
+def _(hillside):
     def bowl(point):
         return (point**2).sum()
 
-    here = torch.tensor([east.value, north.value], dtype=torch.float64)
+    here = torch.tensor([hillside.state["x"], hillside.state["y"]], dtype=torch.float64)
+    _turn = math.radians(hillside.state["angle"])
+    _way = torch.tensor([math.cos(_turn), math.sin(_turn)], dtype=torch.float64)
     partials = fenchel.sensitivity.difference_jacobian(bowl, here)
     measured_pair = torch.stack(
         [partials @ axis for axis in torch.eye(2, dtype=torch.float64)]
     ).flatten()
+    yours = (partials @ _way).item()
     degrees = torch.arange(0.0, 360.0, 1.0, dtype=torch.float64)
     unit = torch.stack([degrees.deg2rad().cos(), degrees.deg2rad().sin()], dim=1)
     _h = 1e-5
@@ -296,35 +307,15 @@ def _(east, north):
         [(bowl(here + _h * u) - bowl(here - _h * u)) / (2 * _h) for u in unit]
     )
     steepest = (2 * here).norm()
-    _tip = 1.5 * here  # a quarter of the gradient away
-    _side = torch.stack([-here[1], here[0]]) / 12
-    _arrow = [each.tolist() for each in (here, _tip, 1.4 * here + _side, _tip, 1.4 * here - _side)]
     mo.vstack(
         [
-            line_chart(
-                [
-                    {"east x": x, "north y": y, "line": "gradient, a quarter of its length"}
-                    for x, y in _arrow
-                ]
-                + [
-                    {"east x": r * a, "north y": r * b, "line": f"height {r * r}"}
-                    for r in (1, 2, 3)
-                    for a, b in [*unit[::5].tolist(), [1.0, 0.0]]
-                ],
-                "east x",
-                "north y",
-                "line",
-                title=f"Map of the bowl: gradient ({2 * here[0]:g}, {2 * here[1]:g})",
-                x_range=(-3.2, 3.2),
-                y_range=(-3.2, 3.2),
-                here=[{"east x": here[0].item(), "north y": here[1].item()}],
-                square=True,
-            ),
             claim(
                 "DV-03",
                 f"Measured one coordinate at a time, the slopes are {measured_pair[0]:.4f} and "
-                f"{measured_pair[1]:.4f}: $(2x, 2y)$.",
-                torch.allclose(measured_pair, 2 * here, atol=1e-9),
+                f"{measured_pair[1]:.4f}: $(2x, 2y)$. In your direction $(a, b)$ = ({_way[0]:.3f}, {_way[1]:.3f}) it is "
+                f"{yours:.4f}: $2xa + 2yb$.",
+                torch.allclose(measured_pair, 2 * here, atol=1e-9)
+                and math.isclose(yours, (2 * here @ _way).item(), abs_tol=1e-8),
             ),
             claim(
                 "DV-03",
@@ -351,26 +342,31 @@ def _():
     $$x_{k+1} = x_k - \eta\, f'(x_k).$$
 
     $x_k$ is the place after $k$ steps and $\eta$ the *learning rate*, the share of the slope that
-    becomes a step. Choose a learning rate:
+    becomes a step. *Drag the orange ring, the tip of the first step: how long a share of the slope brings you down fastest? Then
+    let the ball walk.*
     """
     mo.md(descent_text)
     return (descent_text,)
 
 
 @app.cell
-def _():
-    rate = mo.ui.slider(
-        steps=[0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.45],
-        value=0.1,
-        label=r"Learning rate $\eta$",
-        show_value=True,
+def walk_on_the_parabola():
+    downhill = Scene(
+        "walk_on_the_parabola",
+        {"rate": 0.1, "start": 3.0, "steps": 3},
+        low=0.02,
+        high=0.45,
+        steps=15,
+        frame={"x": [-0.6, 3.4], "y": [-0.5, 10]},
+        xTicks=[0, 1, 2, 3],
+        yTicks=[0, 2, 4, 6, 8, 10],
     )
-    rate
-    return (rate,)
+    downhill
+    return (downhill,)
 
 
 @app.cell
-def _(rate):
+def _(downhill):
     def descend(gradient, x, alpha, count):
         """The places of ``count`` steps of gradient descent, the start included."""
         path = [x]
@@ -378,11 +374,12 @@ def _(rate):
             path.append(path[-1] - alpha * gradient(path[-1]))
         return path
 
-    path = descend(lambda x: 2 * x, 3.0, rate.value, 15)
+    _start, _rate = downhill.state["start"], downhill.state["rate"]
+    path = descend(lambda x: 2 * x, _start, _rate, 15)
     lengths = [abs(b - a) for a, b in pairwise(path)]
-    weight = torch.nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
-    optimiser = fenchel.optim.sgd([weight], lr=rate.value)
-    by_library = [3.0]
+    weight = torch.nn.Parameter(torch.tensor([_start], dtype=torch.float64))
+    optimiser = fenchel.optim.sgd([weight], lr=_rate)
+    by_library = [_start]
     for _ in range(15):
         optimiser.zero_grad()
         (weight**2).sum().backward()
@@ -390,18 +387,9 @@ def _(rate):
         by_library.append(weight.item())
     mo.vstack(
         [
-            line_chart(
-                [{"x": 0.05 * i, "height": (0.05 * i) ** 2} for i in range(-10, 64)],
-                "x",
-                "height",
-                title=f"Fifteen steps down x squared from 3, to {path[-1]:.4f}",
-                x_range=(-0.5, 3.2),
-                y_range=(0, 10),
-                here=[{"x": x, "height": x**2} for x in path],
-            ),
             claim(
                 "OP-01",
-                f"After 15 steps: {path[-1]:.5f} by this formula, {by_library[-1]:.5f} by `fenchel.optim.sgd`, which "
+                f"After 15 steps from {_start:g} with the rate {_rate:g}: {path[-1]:.5f} by this formula, {by_library[-1]:.5f} by `fenchel.optim.sgd`, which "
                 "gets its slopes by automatic differentiation. They agree at every step.",
                 all(
                     math.isclose(a, b, rel_tol=1e-12) for a, b in zip(path, by_library, strict=True)

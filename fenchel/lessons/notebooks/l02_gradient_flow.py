@@ -17,6 +17,7 @@ with app.setup:
     from torch.autograd.functional import jacobian
 
     import fenchel
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -173,21 +174,33 @@ def _():
 
 
 @app.cell
-def _():
-    rate = mo.ui.slider(
-        steps=[0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 1.05, 1.2],
-        value=0.1,
-        label=r"Learning rate $\eta$",
-        show_value=True,
+def walk_on_the_parabola():
+    strings = Scene(
+        "walk_on_the_parabola",
+        {"rate": 0.7, "start": 3.0, "steps": 5},
+        low=0.02,
+        high=1.2,
+        steps=12,
+        frame={"x": [-5, 5], "y": [-1, 25]},
+        xTicks=[-4, -2, 0, 2, 4],
+        yTicks=[0, 5, 10, 15, 20, 25],
     )
-    rate
-    return (rate,)
+    mo.vstack(
+        [
+            mo.md(
+                "*Drag the orange ring, the tip of the first step. Where must it stand to arrive in one step? From where on does "
+                "every step end higher than it began?*"
+            ),
+            strings,
+        ]
+    )
+    return (strings,)
 
 
 @app.cell
-def _(rate):
-    alpha = rate.value
-    parabola = walk(lambda x: 2 * x, 3.0, alpha, 12)
+def _(strings):
+    alpha = strings.state["rate"]
+    parabola = walk(lambda x: 2 * x, strings.state["start"], alpha, 12)
     _factor = 1 - 2 * alpha
     regime = (
         "too small: it creeps"
@@ -204,26 +217,13 @@ def _(rate):
     )
     mo.vstack(
         [
-            line_chart(
-                [
-                    {"x": 0.1 * k, "height": (0.1 * k) ** 2, "line": "x squared"}
-                    for k in range(-50, 51)
-                ]
-                + [{"x": x, "height": x**2, "line": "the walk"} for x in parabola],
-                "x",
-                "height",
-                "line",
-                title=f"Rate {alpha:g}: {regime}",
-                x_range=(-5, 5),
-                y_range=(0, 25),
-                here=[{"x": x, "height": x**2} for x in parabola],
-            ),
+            mo.md(f"**Rate {alpha:g}: {regime}.**"),
             claim(
                 "OP-04",
                 f"Each step multiplies $x$ by $1 - 2\\eta = {_factor:.4g}$; after 12 steps $x = {parabola[-1]:.4g}$. "
                 "It shrinks exactly if $0 < \\eta < 1$, and changes sides exactly if $\\eta > 0.5$.",
                 all(math.isclose(b, _factor * a, abs_tol=1e-12) for a, b in pairwise(parabola))
-                and (abs(parabola[-1]) < 3 * (1 - 1e-9)) == (alpha < 1)
+                and (abs(parabola[-1]) < parabola[0] * (1 - 1e-9)) == (alpha < 1)
                 and (parabola[1] < -1e-12) == (alpha > 0.5),
             ),
         ]

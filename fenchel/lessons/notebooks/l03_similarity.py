@@ -9,6 +9,7 @@ app = marimo.App(
 )
 
 with app.setup:
+    import math
     from itertools import pairwise
 
     import marimo as mo
@@ -19,6 +20,7 @@ with app.setup:
     import fenchel
     from fenchel.data import TextTokenizer
     from fenchel.evaluate import nearest_rows, neighbours
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -91,39 +93,34 @@ def _():
 
 
 @app.cell
-def _():
-    loudness = mo.ui.slider(
-        steps=[0.25, 0.5, 1.0, 1.5, 2.0, 4.0],
-        value=1.0,
-        label="Multiply every entry of dog by",
-        show_value=True,
+def two_arrows():
+    arrows = Scene("two_arrows", {"ux": 1.6, "uy": 0.4, "length": 1.4, "angle": 1.05})
+    mo.vstack(
+        [
+            mo.md(
+                "A list of two numbers is an arrow on paper. *Drag the tips. Stretch $v$: which of the three numbers stays? Turn $v$ until the "
+                "inner product is 0, then further.*"
+            ),
+            arrows,
+        ]
     )
-    loudness
-    return (loudness,)
+    return (arrows,)
 
 
 @app.cell
-def _(loudness):
+def _(arrows):
     cat = torch.tensor([0.8, 0.2, 0.1], dtype=torch.float64)
     dog = torch.tensor([0.7, 0.3, 0.2], dtype=torch.float64)
-    louder = loudness.value * dog
-    cosine = (cat @ louder / (cat.norm() * louder.norm())).item()
-    bar_chart(
-        [
-            {"measure": "inner product", "value": (cat @ louder).item()},
-            {"measure": "distance", "value": (cat - louder).norm().item()},
-            {"measure": "cosine", "value": cosine},
-        ],
-        "measure",
-        "value",
-        title="Cat and dog, by three measures",
-        y_range=(0, 3),
+    _turn = arrows.state["angle"]
+    u_arrow = torch.tensor([arrows.state["ux"], arrows.state["uy"]], dtype=torch.float64)
+    v_arrow = arrows.state["length"] * torch.tensor(
+        [math.cos(_turn), math.sin(_turn)], dtype=torch.float64
     )
-    return cat, cosine, dog, louder
+    return cat, dog, u_arrow, v_arrow
 
 
 @app.cell
-def _(cat, cosine, dog, louder):
+def _(cat, dog, u_arrow, v_arrow):
     product = sum(a * b for a, b in zip(cat.tolist(), dog.tolist(), strict=True))
     lengths = [sum(a * a for a in w.tolist()) ** 0.5 for w in (cat, dog)]
     squares = sum((a - b) ** 2 for a, b in zip(cat.tolist(), dog.tolist(), strict=True))
@@ -133,6 +130,7 @@ def _(cat, cosine, dog, louder):
         2, 10_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     cosines = cosine_similarity(*pairs, dim=-1)
+    _cosine = cosine_similarity(u_arrow, v_arrow, dim=0)
     parallel = torch.tensor([2.0, -3.0, -1.0], dtype=torch.float64)
     mo.vstack(
         [
@@ -167,13 +165,18 @@ def _(cat, cosine, dog, louder):
                 and torch.isclose(cosine_similarity(cat, -cat, dim=0), cat.new_tensor(-1.0)),
             ),
             claim(
+                "GE-16",
+                r"The inner product mixes two things, angle and length: $\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$. For your "
+                f"arrows, {u_arrow @ v_arrow:.3f} = {u_arrow.norm():.3f} · {v_arrow.norm():.3f} · {_cosine:.3f}.",
+                torch.isclose(
+                    u_arrow @ v_arrow, u_arrow.norm() * v_arrow.norm() * _cosine, atol=1e-12
+                ),
+            ),
+            claim(
                 "E43 GE-16",
-                "Move the slider: the inner product grows with the length of dog, the distance changes, "
-                "the cosine stays. A cosine of 1 means the same direction, not the same vector: it is 1 "
-                "for $v$ and $2v$ too. The inner product mixes two things, angle and length: "
-                r"$\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$.",
-                abs(cosine - plain) < 1e-12
-                and torch.isclose(cat @ louder, cat.norm() * louder.norm() * plain)
+                "Stretching an arrow changes the inner product and the distance, not the cosine. A cosine of 1 means the same "
+                "direction, not the same vector: it is 1 for $v$ and $2v$ too.",
+                torch.isclose(_cosine, cosine_similarity(u_arrow, 2 * v_arrow, dim=0), atol=1e-12)
                 and torch.isclose(
                     cosine_similarity(parallel, 2 * parallel, dim=0), parallel.new_tensor(1.0)
                 )

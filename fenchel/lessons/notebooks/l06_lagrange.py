@@ -25,6 +25,7 @@ with app.setup:
         slater_point,
         solve,
     )
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -80,18 +81,17 @@ def _():
     $$f(x, y) = (x - 2)^2 + 2 (y - 2)^2$$
 
     metres below it. A fence runs where $x + y = 1$, and you have to stay on it. How close to the
-    summit can you get? Walk. On the map, each ring is a line of equal height, and the arrow shows where the
-    hill rises most steeply. *Slope along* says how fast you climb per metre of fence, *slope
-    across* how fast you would climb if the fence were not there.
+    summit can you get? On the map, each ring is a line of equal height, and the blue arrow shows where the
+    hill rises most steeply. Its orange part says how fast you climb per metre of fence, its green part how fast you would
+    climb if the fence were not there. *Drag the blue ring along the fence. Where is the orange arrow gone, and how does the ring of your
+    height then meet the fence?*
     """)
     return
 
 
 @app.cell
-def _():
-    walk = mo.ui.slider(
-        -1.5, 1.5, step=0.25, value=1.0, label="Your $x$ on the fence", show_value=True
-    )
+def hill_and_fence():
+    walk = Scene("hill_and_fence", {"x": 1.0, "b": 1.0}, oneSided=False)
     walk
     return (walk,)
 
@@ -117,64 +117,20 @@ def _():
 
 @app.cell
 def _(depth, place, slopes, walk):
-    here = place(walk.value)
+    here = place(walk.state["x"])
     along, across = slopes(here)
-    steps = [-1.5 + 0.125 * i for i in range(25)]
-    _circle = torch.linspace(0, 2 * torch.pi, 73, dtype=torch.float64)
-    _uphill = -jacobian(depth, here)
-    _ways = {
-        "the fence": [place(-2.0), place(3.0)],
-        "uphill": [here, here + _uphill / _uphill.norm()],
-    }
-    for _below in (1, 6, 15):
-        _ring = torch.stack([_circle.cos(), _circle.sin() / 2**0.5], -1) * _below**0.5 + 2.0
-        _ways[f"{_below} m below the summit"] = list(_ring)
-    mo.vstack(
-        [
-            line_chart(
-                [
-                    {"x": each[0].item(), "y": each[1].item(), "line": name}
-                    for name, points in _ways.items()
-                    for each in points
-                ],
-                "x",
-                "y",
-                "line",
-                title="The map: the fence, the summit at (2, 2) and you",
-                x_range=(-2, 4.5),
-                y_range=(-2, 4.5),
-                here=[{"x": here[0].item(), "y": here[1].item()}],
-                square=True,
-            ),
-            line_chart(
-                [
-                    {"x on the fence": x, "value": v, "what": name}
-                    for x in steps
-                    for name, v in (
-                        ("height in metres; the summit is at 0", -depth(place(x)).item()),
-                        ("slope along the fence", slopes(place(x))[0]),
-                    )
-                ],
-                "x on the fence",
-                "value",
-                "what",
-                title="The way along the fence",
-                here=[
-                    {"x on the fence": walk.value, "value": v} for v in (-depth(here).item(), along)
-                ],
-            ),
-            table(
-                [
-                    {
-                        "x": walk.value,
-                        "y": 1.0 - walk.value,
-                        "metres below the summit": depth(here).item(),
-                        "slope along": along,
-                        "slope across": across,
-                    }
-                ]
-            ),
-        ]
+    _better = depth(place(here[0].item() + math.copysign(0.01, along))).item()
+    claim(
+        "SM-27",
+        f"At $x = {here[0]:g}$ you stand {depth(here):.3f} metres below the summit. The slope along the fence is {along:.3f}: "
+        + (
+            f"a step to the {'right' if along > 0 else 'left'} leads higher."
+            if along
+            else "no step along the fence leads higher."
+        )
+        + f" Across it, {across:.3f}, the fence is in the way.",
+        math.isclose(math.hypot(along, across), jacobian(depth, here).norm().item())
+        and (_better < depth(here).item()) == (along != 0),
     )
     return
 
@@ -323,17 +279,15 @@ def _():
 
 
 @app.cell
-def _():
-    bound = mo.ui.slider(
-        0.0, 6.0, step=0.5, value=1.0, label="Position $b$ of the fence", show_value=True
-    )
+def fence_on_one_side():
+    bound = Scene("hill_and_fence", {"b": 1.0}, oneSided=True)
     bound
     return (bound,)
 
 
 @app.cell
 def _(bound, depth):
-    b = bound.value
+    b = bound.state["b"]
     side = ConvexProgram(depth, lambda x: (x.sum() - b).reshape(1))
     found = solve(side, torch.full((2,), -3.0, dtype=torch.float64), gap=1e-9)
     held = residuals(side, *found)
@@ -347,23 +301,15 @@ def _(bound, depth):
     ]
     mo.vstack(
         [
-            table(
-                [
-                    {
-                        "x": round(found.x[0].item(), 6),
-                        "y": round(found.x[1].item(), 6),
-                        "metres below the summit": lowest,
-                        "push mu": round(found.mu.item(), 4),
-                        "room left, -g": round(-side.g(found.x).item(), 6),
-                    }
-                ]
-            ),
             claim(
                 "SM-30",
-                "The four residuals of the solution (how far each condition is from holding): primal "
+                f"With the fence at $b = {b:g}$ the solver finds ({found.x[0]:.3f}, {found.x[1]:.3f}) and the push "
+                f"{found.mu.item():.3f}, as on the map. The four residuals of the solution (how far each condition is from holding): primal "
                 f"{held.primal.item():.0e}, dual {held.dual.item():.0e}, slackness {held.slackness.item():.0e}, "
                 f"stationarity {held.stationarity.item():.0e}.",
-                max(held) < 1e-3 and abs(found.mu.item() - push) < 1e-3,
+                max(held) < 1e-3
+                and abs(found.mu.item() - push) < 1e-3
+                and abs(found.x[0].item() - (2 - max(0, 4 - b) * 2 / 3)) < 1e-3,
             ),
             mo.md(
                 r"""

@@ -15,10 +15,10 @@ with app.setup:
     import torch
 
     import fenchel
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
-        bar_chart,
         claim,
         details,
         footer,
@@ -82,34 +82,38 @@ def _():
 
 @app.cell
 def _():
-    temperature = mo.ui.slider(
-        steps=[0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0],
-        value=1.0,
-        label="Temperature $T$",
-        show_value=True,
-    )
-    third = mo.ui.slider(-3.0, 3.0, step=0.5, value=0.0, label="Score of C", show_value=True)
-    mo.vstack([temperature, third])
-    return temperature, third
+    mo.md(r"""
+    Each grey dot below is one of a thousand random ways to divide the evenings: the higher, the more points;
+    the further right, the more variety. None leaves the grey region. All divisions on the orange line have the same total, points
+    plus $T$ times variety, so the line falls by $T$ points per unit of variety and meets the axis at that total. Where it
+    touches the region, there is softmax.
+
+    *Pull the orange ring along the edge: a steep line means that variety is dear to you. Drag C up to B: what happens to the
+    corner between them? Can a dot lie above the line?*
+    """)
+    return
 
 
 @app.cell
-def _(temperature, third):
-    names = ["A", "B", "C"]
-    z = torch.tensor([1.0, 2.0, third.value], dtype=torch.float64)
-    T = temperature.value
+def points_and_variety():
+    drawn = torch.empty(1000, 3, dtype=torch.float64)
+    drawn.exponential_(generator=torch.Generator().manual_seed(0))
+    rivals = drawn / drawn.sum(-1, keepdim=True)
+    evenings = Scene(
+        "points_and_variety",
+        {"T": 1.0, "A": 1.0, "B": 2.0, "C": 0.0},
+        rivals=[[round(share, 6) for share in q] for q in rivals.tolist()],
+    )
+    evenings
+    return evenings, rivals
+
+
+@app.cell
+def _(evenings):
+    z = torch.tensor([evenings.state[name] for name in "ABC"], dtype=torch.float64)
+    T = evenings.state["T"]
     p = fenchel.Softmax(beta=1 / T).weights(z)
     entropy = -torch.xlogy(p, p).sum()
-    bar_chart(
-        [
-            {"restaurant": n, "score": s, "share": w}
-            for n, s, w in zip(names, z.tolist(), p.tolist(), strict=True)
-        ],
-        "restaurant",
-        "share",
-        title="Shares of the evenings",
-        y_range=(0, 1),
-    )
     return T, entropy, p, z
 
 
@@ -153,22 +157,7 @@ def _(T, entropy, p, z):
 
 
 @app.cell
-def _():
-    mo.md(r"""
-    Try to do better: every other division of the evenings earns less. Below, each grey dot is one of a
-    thousand random divisions: the further right, the more variety; the higher, the more points. The
-    curve is softmax at every temperature, and it is the edge: no dot lies beyond it. All divisions on the
-    dashed line have the same total as yours. It falls by $T$ points per unit of variety, and it touches
-    the edge where your softmax is.
-    """)
-    return
-
-
-@app.cell
-def _(T, p, z):
-    drawn = torch.empty(1000, 3, dtype=torch.float64)
-    drawn.exponential_(generator=torch.Generator().manual_seed(0))
-    rivals = drawn / drawn.sum(-1, keepdim=True)
+def _(T, p, rivals, z):
     totals = rivals @ z - T * torch.xlogy(rivals, rivals).sum(-1)
     lost = fenchel.Softmax(beta=1 / T).value(z) - totals
     divergence = torch.xlogy(rivals, rivals / p).sum(-1)
@@ -177,39 +166,8 @@ def _(T, p, z):
         1000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
     excess = (guesses * rivals).sum(-1) - torch.logsumexp(guesses, -1) - cost
-    edge = [
-        (-torch.xlogy(w, w).sum().item(), (w @ z).item())
-        for w in (fenchel.Softmax(b.item()).weights(z) for b in torch.logspace(1.7, -2, 60))
-    ]
-    _best = fenchel.Softmax(beta=1 / T).value(z).item()
     mo.vstack(
         [
-            line_chart(
-                [
-                    {"variety (entropy)": h, "points (average score)": s, "line": name}
-                    for name, line in (
-                        ("softmax at every temperature", edge),
-                        ("the same total as yours", [(0.0, _best), (1.1, _best - 1.1 * T)]),
-                    )
-                    for h, s in line
-                ],
-                "variety (entropy)",
-                "points (average score)",
-                "line",
-                title="Points against variety",
-                x_range=(0, 1.15),
-                y_range=(z.min().item() - 0.1, z.max().item() + 0.5),
-                here=[
-                    {
-                        "variety (entropy)": -torch.xlogy(p, p).sum().item(),
-                        "points (average score)": (p @ z).item(),
-                    }
-                ],
-                cloud=[
-                    {"variety (entropy)": h, "points (average score)": s}
-                    for h, s in zip((-cost).tolist(), (rivals @ z).tolist(), strict=True)
-                ],
-            ),
             claim(
                 "SM-22 SM-23",
                 f"The best of 1,000 random divisions stays {lost.min().item():.4f} below softmax; "

@@ -31,6 +31,7 @@ with app.setup:
         total_variation,
         total_variation_upper,
     )
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -161,31 +162,29 @@ def _():
 
 
 @app.cell
-def _():
-    trust = mo.ui.slider(
-        steps=[0.1, 0.2, 0.3918, 0.7, 1.0, 2.0, 5.0],
-        value=0.3918,
-        label=r"$\beta$",
-        show_value=True,
+def dog_on_a_leash():
+    z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+    leash = Scene(
+        "dog_on_a_leash", {"beta": 0.3918, "A": 0.5, "B": 0.3, "C": 0.2}, scores=[0, 1, 3]
     )
-    prior = mo.ui.dropdown(
-        {
-            "0.5, 0.3, 0.2": (0.5, 0.3, 0.2),
-            "uniform": (1 / 3, 1 / 3, 1 / 3),
-            "third forbidden: 0.6, 0.4, 0": (0.6, 0.4, 0.0),
-        },
-        value="0.5, 0.3, 0.2",
-        label="Prior $u$",
+    mo.vstack(
+        [
+            mo.md(
+                "Every point of the triangle is a distribution: at a corner one alternative has everything, on a side one has nothing. *Loosen the "
+                "leash. How does the blue ring, all places with as much leash, meet the dashed line, all places with the same average score? Then put "
+                "the post onto a side: can the dog leave it?*"
+            ),
+            leash,
+        ]
     )
-    mo.vstack([trust, prior])
-    return prior, trust
+    return leash, z
 
 
 @app.cell
-def _(prior, trust):
-    z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
-    beta = trust.value
-    chosen = torch.tensor(prior.value, dtype=torch.float64)
+def _(leash, z):
+    beta = leash.state["beta"]
+    chosen = torch.tensor([leash.state[name] for name in "ABC"], dtype=torch.float64)
+    chosen = chosen / chosen.sum()
     p = fenchel.Softmax(beta).weights(z, chosen.log())
     by_formula = chosen * (beta * z).exp()
     by_formula = by_formula / by_formula.sum()
@@ -202,18 +201,6 @@ def _(prior, trust):
     lost = top - total(others)
     mo.vstack(
         [
-            bar_chart(
-                [
-                    {"alternative": f"score {s:g}", "which": name, "weight": w}
-                    for name, weights in (("prior u", chosen), ("softmax p", p))
-                    for s, w in zip(z.tolist(), weights.tolist(), strict=True)
-                ],
-                "alternative",
-                "weight",
-                "which",
-                title="From the prior to the weights",
-                y_range=(0, 1),
-            ),
             table(
                 [
                     {
@@ -245,7 +232,7 @@ def _(prior, trust):
             ),
         ]
     )
-    return (z,)
+    return
 
 
 @app.cell

@@ -17,6 +17,7 @@ with app.setup:
     import fenchel
     from fenchel.attention import linear_attend
     from fenchel.choice import reverse_kl
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -88,18 +89,21 @@ def _():
 
 
 @app.cell
-def _():
-    exponent = mo.ui.slider(
-        steps=[1.0, 1.25, 1.5, 2.0, 3.0],
-        value=1.5,
-        label=r"$\alpha$ (1 is softmax)",
-        show_value=True,
+def mountains_and_sea():
+    _start = {"A": 2.0, "B": 1.6, "C": 1.0, "D": 0.4, "E": -0.5, "F": -2.0}
+    islands = Scene(
+        "mountains_and_sea", {**_start, "map": "sparsemax", "beta": 1.0, "sea": "settled"}
     )
-    steepness = mo.ui.slider(
-        steps=[0.1, 0.3, 0.6, 1.0, 2.0, 4.0], value=1.0, label=r"$\beta$", show_value=True
+    mo.vstack(
+        [
+            mo.md(
+                "*Pull the sea down and up by its ring: at which level is the sum 1? Let it settle, and lift mountain C out of the water: "
+                "who pays for it? Then compare the three maps.*"
+            ),
+            islands,
+        ]
     )
-    mo.vstack([exponent, steepness])
-    return exponent, steepness
+    return (islands,)
 
 
 @app.cell
@@ -114,47 +118,41 @@ def _():
 
 
 @app.cell
-def _(entmax, exponent, names, steepness, z):
-    alpha, beta = exponent.value, steepness.value
+def _(entmax, islands, names, z):
+    alpha = {"softmax": 1.0, "entmax": 1.5, "sparsemax": 2.0}[islands.state["map"]]
+    beta = islands.state["beta"]
     choice = entmax(alpha, beta)
     p = choice.weights(z)
-    on = p > 0
+    peaks = torch.tensor([islands.state[n] for n in names], dtype=torch.float64)
+    _p = choice.weights(peaks)
+    on = _p > 0
     # The sea level, from each weight above it.
-    heights = p[on].log() if alpha == 1 else p[on] ** (alpha - 1)
-    level = max(alpha - 1, float(alpha == 1)) * beta * z[on] - heights
-    supports = [int((entmax(a, beta).weights(z) > 0).sum()) for a in (1.0, 1.25, 1.5, 2.0, 3.0)]
-    by_beta = [int((entmax(alpha, b).weights(z) > 0).sum()) for b in (0.1, 0.3, 1.0, 3.0, 10.0)]
+    heights = _p[on].log() if alpha == 1 else _p[on] ** (alpha - 1)
+    level = max(alpha - 1, float(alpha == 1)) * beta * peaks[on] - heights
+    supports = [int((entmax(a, beta).weights(peaks) > 0).sum()) for a in (1.0, 1.25, 1.5, 2.0, 3.0)]
+    by_beta = [int((entmax(alpha, b).weights(peaks) > 0).sum()) for b in (0.1, 0.3, 1.0, 3.0, 10.0)]
+    _order = peaks.argsort(descending=True)
     mo.vstack(
         [
-            bar_chart(
-                [
-                    {"alternative": n, "score": s, "weight": w}
-                    for n, s, w in zip(names, z.tolist(), p.tolist(), strict=True)
-                ],
-                "alternative",
-                "weight",
-                title=f"Weights; {int(on.sum())} of 6 in the support",
-                y_range=(0, 1),
-            ),
             claim(
                 "SM-26",
-                "One sea level explains all weights, and the four conditions of optimality (lesson 6) hold: the weights maximise average score minus "
+                f"The weights are {', '.join(f'{w:.3f}' for w in _p.tolist())}. One sea level explains them all, and the four conditions of optimality (lesson 6) hold: the weights maximise average score minus "
                 r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is minus the *entropy of Tsallis*, "
                 r"for $\alpha \to 1$ the usual $\sum_i p_i \log p_i$.",
                 torch.allclose(level, level[0].expand_as(level), atol=1e-8)
-                and max(fenchel.kkt(choice, z, p)) < 1e-8,
+                and max(fenchel.kkt(choice, peaks, _p)) < 1e-8,
             ),
             claim(
                 "SM-26",
                 f"The support consists of the best scores. At this $\\beta$ it has {', '.join(map(str, supports))} members for "
                 f"$\\alpha$ = 1, 1.25, 1.5, 2, 3; at this $\\alpha$, {', '.join(map(str, by_beta))} for $\\beta$ = 0.1, 0.3, 1, 3, 10. It never grows as either rises.",
-                bool((p[:-1] >= p[1:]).all())
+                bool((_p[_order][:-1] >= _p[_order][1:]).all())
                 and all(a >= b for a, b in pairwise(supports))
                 and all(a >= b for a, b in pairwise(by_beta)),
             ),
         ]
     )
-    return choice, p
+    return alpha, beta, choice, p
 
 
 @app.cell
@@ -243,16 +241,16 @@ def _():
 
     $$J = \beta \Big(\mathrm{diag}(s) - \frac{s\, s^\top}{\sum_i s_i}\Big).$$
 
-    $\mathrm{diag}(s)$ has $s$ on its diagonal, and $s\,s^\top$ has the entries $s_i s_j$. For softmax $s = p$; for sparsemax $s_i = 1$ on the support. The table below belongs to the $\alpha$ and $\beta$ that you chose above.
+    $\mathrm{diag}(s)$ has $s$ on its diagonal, and $s\,s^\top$ has the entries $s_i s_j$. For softmax $s = p$; for sparsemax $s_i = 1$ on the support. The table below belongs to the map and the $\beta$ that you chose above, and to the scores 2, 1.6, 1, 0.4, -0.5, -2.
     """)
     return
 
 
 @app.cell
-def _(choice, exponent, names, p, steepness, z):
+def _(alpha, beta, choice, names, p, z):
     J = torch.func.jacrev(choice.weights)(z)
-    s = torch.where(p > 0, p ** (2.0 - exponent.value), 0.0)
-    by_hand = steepness.value * (torch.diag(s) - torch.outer(s, s) / s.sum())
+    s = torch.where(p > 0, p ** (2.0 - alpha), 0.0)
+    by_hand = beta * (torch.diag(s) - torch.outer(s, s) / s.sum())
     _tiny = 1e-6
     _nudge = torch.eye(6, dtype=torch.float64) * _tiny
     measured = torch.stack(

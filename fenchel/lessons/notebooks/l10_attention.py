@@ -24,6 +24,7 @@ with app.setup:
         trace,
     )
     from fenchel.evaluate import attention_maps
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -182,7 +183,8 @@ def _():
     Put the words of a sentence into a room. Each word has a question, a label and something to say, so each
     is asker and book at the same time: **self-attention**. Below, only the word *bank* asks for
     something: *who here has a topic?* Words with a topic say so in their key. The other words ask for
-    nothing, so all keys fit them equally well.
+    nothing, so all keys fit them equally well. A line is as thick as the weight. *Choose another word, another sentence; then change
+    softmax to sparsemax: how many lines are left, and at which temperature do they come back?*
 
     The values hold two numbers: *is it about water*, *is it about money*. The word *bank* comes in with zeros.
     """)
@@ -190,42 +192,64 @@ def _():
 
 
 @app.cell
-def _():
-    sentence = mo.ui.dropdown(
-        ["fisherman sits on the bank", "cashier works in the bank"],
-        value="fisherman sits on the bank",
-        label="Sentence",
-    )
-    sentence
-    return (sentence,)
-
-
-@app.cell
-def _(sentence):
+def words_and_weights():
     topics = {"fisherman": [1.0, 0.0], "cashier": [0.0, 1.0]}
 
-    def meet(words):
+    def meet(words, choice=None):
         """Outputs and weights of the words of a sentence."""
         v = matrix([topics.get(w, [0.0, 0.0]) for w in words])
         k = matrix([[float(w in topics)] for w in words])
         q = matrix([[5.0 * (w == "bank")] for w in words])
-        return fenchel.attend(q, k, v, return_weights=True)
+        return fenchel.attend(q, k, v, choice=choice or fenchel.Softmax(), return_weights=True)
 
-    words = sentence.value.split()
-    _out, _weights = meet(words)
+    sentences = [
+        f"the old {who} the bank and waits".split()
+        for who in ("fisherman sits on", "cashier works in")
+    ]
+    room = Scene(
+        "words_and_weights",
+        {"text": 0, "head": 0, "word": 6, "map": "softmax", "T": 1.0},
+        texts=[
+            {
+                "name": each[2],
+                "tokens": each,
+                "heads": [{"name": "1", "weights": meet(each)[1].tolist()}],
+            }
+            for each in sentences
+        ],
+        causal=False,
+        maps=True,
+    )
+    room
+    return meet, room, sentences, topics
+
+
+@app.cell
+def _(meet, room, sentences, topics):
+    _maps = {
+        "softmax": fenchel.Softmax,
+        "entmax": lambda beta: fenchel.Entmax(1.5, beta),
+        "sparsemax": fenchel.Sparsemax,
+    }
+    _words = sentences[room.state["text"]]
+    _out, _weights = meet(_words, _maps[room.state["map"]](1 / room.state["T"]))
+    _row, _asks = _weights[room.state["word"]], room.state["word"]
+    _most = _row.max().item()
     _fish, _cash = (meet(f"{who} x y the bank".split())[0][-1] for who in topics)
     mo.vstack(
         [
-            heat_chart(
-                _weights,
-                title="Weights of each query",
-                rows=words,
-                columns=words,
-                axes=("query", "key"),
-                of="weight",
-                of_range=(0, 1),
+            mo.md(
+                f"*{_words[_asks]}* leaves as **water {_out[_asks, 0]:.2f}, money {_out[_asks, 1]:.2f}**."
             ),
-            mo.md(f"*bank* leaves as **water {_out[-1, 0]:.2f}, money {_out[-1, 1]:.2f}**."),
+            claim(
+                "AT-02 AT-03",
+                f"The shares that *{_words[_asks]}* gives sum to 1, the largest is {_most:.3f}, and what it "
+                "takes away is the average of the values by these shares.",
+                abs(_row.sum().item() - 1) < 1e-9
+                and torch.allclose(
+                    _out[_asks], _row @ matrix([topics.get(w, [0.0, 0.0]) for w in _words])
+                ),
+            ),
             claim(
                 "AT-11 AT-43",
                 f"The same word gets two meanings: beside a fisherman it is {_fish[0]:.2f} water and "
@@ -1357,6 +1381,36 @@ def _(run_path):
     _tokens = [own.tokenizer.decode([each]) for each in _ids]
     maps = attention_maps(own.model, torch.tensor([_ids])).double()
     layers = [head_patterns(layer_maps[None]) for layer_maps in maps]
+    _causal = own.config.kind == "decoder"
+    own_words = Scene(
+        "words_and_weights",
+        {
+            "text": 0,
+            "head": maps.shape[0] * maps.shape[1] - 1,
+            "word": len(_ids) - 1,
+            "map": "softmax",
+            "T": 1.0,
+        },
+        texts=[
+            {
+                "name": "own",
+                "tokens": _tokens,
+                "heads": [
+                    {
+                        "name": f"{n}.{h}",
+                        "weights": [
+                            [round(w, 7) for w in row[: i + 1 if _causal else None]]
+                            for i, row in enumerate(maps[n, h].tolist())
+                        ],
+                    }
+                    for n in range(maps.shape[0])
+                    for h in range(maps.shape[1])
+                ],
+            }
+        ],
+        causal=_causal,
+        maps=False,
+    )
     _rows = [
         {
             "head": f"{n}.{h}",
@@ -1375,15 +1429,8 @@ def _(run_path):
                 f"{len(_ids)} tokens (head 1.0 is the first of the second layer):"
             ),
             bar_chart(_rows, "head", "entropy (nats)", title="Entropy of your heads"),
-            heat_chart(
-                maps[-1, 0],
-                title="Weights of the first head of your last layer",
-                of="weight",
-                of_range=(0, 1),
-                rows=_tokens,
-                columns=_tokens,
-                axes=("query", "key"),
-            ),
+            mo.md("Which token reads which? Choose a head and a token."),
+            own_words,
             claim(
                 "AT-34 AT-02",
                 f"Weights are shares and sum to at most 1; no head is more even than {len(_ids)} tokens allow, "

@@ -30,6 +30,7 @@ with app.setup:
     )
     from fenchel.attention.bias import bucket, slope
     from fenchel.attention.rotary import to_half, to_pairs
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -42,7 +43,6 @@ with app.setup:
         proof,
         question,
         run_picker,
-        table,
         what_breaks,
     )
     from fenchel.model import ModelConfig, Transformer
@@ -212,23 +212,39 @@ def _():
 
 
 @app.cell
-def _():
-    here = mo.ui.slider(0, 200, step=10, value=0, label="Position $m$", show_value=True)
-    here
-    return (here,)
+def clock_hands():
+    d = 64
+    speeds = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    clocks = Scene(
+        "clock_hands",
+        {"m": 20, "gap": 30},
+        pairs=[[speed, [0, 1], [0, 1]] for speed in speeds.tolist()],
+        shown=[0, 8, 16, 31],
+        names=["6 per turn", "63 per turn", "628 per turn", "47,117 per turn"],
+        turn=-1,
+        top=200,
+    )
+    mo.vstack(
+        [
+            mo.md(
+                "Four of the 32 hands, with the tokens per full turn, for two positions $m$ and $n$. *Drag $m$ and $n$. Which hand separates neighbours, which the beginning "
+                "from the end? Then move both on together: what happens to the angles between the hands?*"
+            ),
+            clocks,
+        ]
+    )
+    return clocks, d, speeds
 
 
 @app.cell
-def _(here):
-    d = 64
-    speeds = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+def _(clocks, d, speeds):
     positions = torch.arange(300)
     waves = sinusoids(positions, d)
     W_q, W_k = torch.randn(
         2, d, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).div(d**0.5)
     mapped = (waves @ W_q) @ (waves @ W_k).T
-    _m = here.value
+    _m, _n = clocks.state["m"], clocks.state["m"] + clocks.state["gap"]
     _rows = [
         {"distance": k, "product": value[_m, _m + k].item(), "vectors": name}
         for name, value in (("as they are", waves @ waves.T), ("after W_Q and W_K", mapped))
@@ -236,16 +252,11 @@ def _(here):
     ]
     mo.vstack(
         [
-            table(
-                [
-                    {
-                        "hand": i,
-                        "full turn after (tokens)": (2 * torch.pi / speeds[i]).item(),
-                        "sine": waves[_m, 2 * i].item(),
-                        "cosine": waves[_m, 2 * i + 1].item(),
-                    }
-                    for i in (0, 8, 16, 31)
-                ]
+            claim(
+                "PO-03",
+                f"$PE({_m}) \\cdot PE({_n})$ = {(waves[_m] @ waves[_n]).item():.3f}, as the clocks say: the sum of the cosines of all 32 angles "
+                "between their hands.",
+                torch.isclose(waves[_m] @ waves[_n], (speeds * (_m - _n)).cos().sum()),
             ),
             line_chart(
                 _rows,
@@ -253,16 +264,18 @@ def _(here):
                 "product",
                 "vectors",
                 title=f"PE({_m}) . PE({_m} + distance), d = 64",
+                y_range=(-35, 35),
+                here=[{"distance": abs(_n - _m)}],
             ),
         ]
     )
-    return d, mapped, positions, speeds, waves
+    return mapped, positions, waves
 
 
 @app.cell
 def _():
     mo.md(r"""
-    Move the slider: the curve *as they are* stays, the other one does not. Two clocks are compared by
+    Move $m$: the curve *as they are* stays, the other one does not. Two clocks are compared by
     the angles between their hands, and these depend only on the time between them:
 
     $$PE(m) \cdot PE(n) = \sum_i \cos\big(t_i (m - n)\big).$$
@@ -356,14 +369,6 @@ def _():
     return
 
 
-@app.cell
-def _():
-    query_at = mo.ui.slider(0, 60, step=5, value=10, label="Position of the query", show_value=True)
-    key_at = mo.ui.slider(0, 60, step=5, value=25, label="Position of the key", show_value=True)
-    mo.vstack([query_at, key_at])
-    return key_at, query_at
-
-
 @app.function
 def rotated(x, positions, **settings):
     """A vector (D,) rotated for each of the positions (T,): (T, D)."""
@@ -372,9 +377,36 @@ def rotated(x, positions, **settings):
 
 
 @app.cell
-def _(key_at, query_at):
+def rotating_arrows():
     q, k = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    _m, _n = query_at.value, key_at.value
+    _speeds = 10000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    seats = Scene(
+        "clock_hands",
+        {"m": 10, "gap": 15},
+        pairs=[
+            [speed.item(), [q[i].item(), q[i + 8].item()], [k[i].item(), k[i + 8].item()]]
+            for i, speed in enumerate(_speeds)
+        ],
+        shown=[0, 1, 2, 3],
+        names=[f"pair {i}" for i in range(4)],
+        turn=1,
+        top=60,
+    )
+    mo.vstack(
+        [
+            mo.md(
+                "A query (blue) at position $m$ and a key (orange) at position $n$, 16 entries each: four of their eight pairs. *Move both on "
+                "together, then exchange their places: does the product stay?*"
+            ),
+            seats,
+        ]
+    )
+    return k, q, seats
+
+
+@app.cell
+def _(k, q, seats):
+    _m, _n = seats.state["m"], seats.state["m"] + seats.state["gap"]
 
     def score(m, n):
         return (rotated(q, [m]) @ rotated(k, [n]).T).item()
@@ -388,27 +420,19 @@ def _(key_at, query_at):
                 "position of the key",
                 "score",
                 title=f"q . k with the query at position {_m}",
+                y_range=(-4, 7),
                 here=[{"position of the key": _n, "score": _here}],
-            ),
-            table(
-                [
-                    {
-                        "m - n": _m - _n,
-                        "score at (m, n)": _here,
-                        "score at (m + 100, n + 100)": _shifted,
-                        "score at (n, m)": _swapped,
-                    }
-                ]
             ),
             claim(
                 "PO-08",
-                "The score depends on $m - n$ alone: 100 tokens later it is the same. The sign matters: "
-                "with the places exchanged it is another number, unless $m = n$.",
+                f"The score of the positions {_m} and {_n} is {_here:.3f}. It depends on $m - n$ alone: 100 tokens later it is the same. "
+                f"The sign matters: with the places exchanged it is {_swapped:.3f}"
+                + (", the same only because $m = n$." if _m == _n else "."),
                 abs(_here - _shifted) < 1e-9 and (_m == _n or abs(_here - _swapped) > 1e-3),
             ),
         ]
     )
-    return k, q
+    return
 
 
 @app.cell

@@ -20,6 +20,7 @@ with app.setup:
 
     import fenchel
     from fenchel.attention import Causal, attend, attention_weights, entropy
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -204,18 +205,17 @@ def _():
     steps of $1/L$ the stack follows the motion closely; with steps of 1 it need not.
 
     Try it with a point on a circle that should move a quarter of a turn: $F$ points sideways. Its
-    distance from the centre should stay 1.
+    distance from the centre should stay 1. *Drag the orange ring, the tip of the first step, down: shorter steps, more layers. Do you ever
+    arrive exactly?*
     """)
     return
 
 
 @app.cell
-def _():
-    depth = mo.ui.slider(
-        steps=[1, 2, 4, 8, 16, 32, 64], value=8, label="Layers $L$", show_value=True
-    )
-    depth
-    return (depth,)
+def residual_circle():
+    stack = Scene("residual_circle", {"layers": 6})
+    stack
+    return (stack,)
 
 
 @app.function
@@ -229,43 +229,15 @@ def circle(layers, step):
 
 
 @app.cell
-def _(depth):
-    _L = depth.value
-    _short, _long = circle(_L, 1 / _L), circle(_L, 1.0)
-    _turn = torch.linspace(0, 2 * math.pi, 121)
-    _end = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    mo.vstack(
-        [
-            line_chart(
-                [
-                    {"first entry": x, "second entry": y, "line": _name}
-                    for _name, _path in (
-                        ("layers with step 1 / L", _short),
-                        ("layers with step 1", _long),
-                        ("the circle", torch.stack([_turn.cos(), _turn.sin()], -1)),
-                    )
-                    for x, y in _path.tolist()
-                ],
-                "first entry",
-                "second entry",
-                "line",
-                title=f"A quarter of a circle by {_L} residual layers",
-                x_range=(-2, 2),
-                y_range=(-2, 2),
-                here=[{"first entry": x, "second entry": y} for x, y in _short.tolist()],
-                square=True,
-            ),
-            table(
-                [
-                    {
-                        "layers": _L,
-                        "end with steps 1 / L": ", ".join(f"{x:.3f}" for x in _short[-1].tolist()),
-                        "true end": "0, 1",
-                        "error": (_short[-1] - _end).norm().item(),
-                    }
-                ]
-            ),
-        ]
+def _(stack):
+    _L = stack.state["layers"]
+    _last = circle(_L, 1 / _L)[-1]
+    claim(
+        "NB-23",
+        f"{_L} layer{'' if _L == 1 else 's'} with steps of $1/{_L}$ end at ({_last[0]:.3f}, {_last[1]:.3f}), "
+        f"{(_last - torch.tensor([0.0, 1.0])).norm():.3f} from the true end. Every step makes the distance from the centre "
+        r"$\sqrt{1 + (\pi / 2L)^2}$ times as long.",
+        math.isclose(_last.norm().item(), (1 + (math.pi / 2 / _L) ** 2) ** (_L / 2)),
     )
     return
 

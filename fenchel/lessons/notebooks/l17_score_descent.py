@@ -9,6 +9,7 @@ app = marimo.App(
 )
 
 with app.setup:
+    import math
     from itertools import pairwise
     from statistics import median
 
@@ -16,6 +17,7 @@ with app.setup:
     import torch
 
     import fenchel
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -84,6 +86,43 @@ def _():
     change of *loudness*, because the ear should not be startled, lower both by the same amount, and
     that means turning the second knob ten times as far.
 
+    Below, the grey area holds all steps that change the loudness by at most 1: a circle if the axes are loudness, an ellipse if they are
+    degrees. The orange arrow is the plain gradient, the blue one the best step. *Drag the violet ring on either edge: can you do better than
+    the blue arrow? Shift the gear up: which arrow follows the knob, and which stays?*
+    """)
+    return
+
+
+@app.cell
+def circle_and_ellipse():
+    desk = Scene("circle_and_ellipse", {"gear": 3.0, "angle": 200})
+    desk
+    return (desk,)
+
+
+@app.cell
+def _(desk):
+    _gear, _turn = desk.state["gear"], math.radians(desk.state["angle"])
+    _knobs = torch.diag(torch.tensor([_gear, 1.0], dtype=torch.float64))  # loudness per degree
+    _trouble = torch.ones(2, dtype=torch.float64)
+    _raw = -_knobs @ _knobs.T @ _trouble  # what the plain gradient does to the loudness
+    _raw = _trouble @ _raw / _raw.norm()
+    _best = -_trouble.norm()
+    _yours = _trouble @ torch.tensor([math.cos(_turn), math.sin(_turn)], dtype=torch.float64)
+    _floor = 2 * _gear / (1 + _gear**2)
+    claim(
+        "SD-18",
+        f"At the same change of loudness the best step lowers the trouble by {-_best:.3f}, the plain gradient by {-_raw:.3f}, "
+        f"{_raw / _best:.0%} of it, and yours by {-_yours:.3f}. With gears $g$ and 1 the gradient never falls below "
+        f"$2g/(1+g^2)$ = {_floor:.0%}.",
+        _floor - 1e-12 <= (_raw / _best).item() <= 1 + 1e-12 and _yours >= _best - 1e-12,
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
     Gradient descent counts degrees. This lesson counts loudness. The knobs are the weights of queries
     and keys, $W_Q$ and $W_K$, each $d$ by $k$ ($k$ is the width of a head, called $d_k$ in other lessons). Loudness is the matrix of attention scores of $n$ tokens,
     the rows of $X$:

@@ -25,6 +25,7 @@ with app.setup:
     from fenchel.data import Batches, TextConfig, prepare
     from fenchel.evaluate import attention_health, score
     from fenchel.lessons.course import COURSE
+    from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -38,7 +39,6 @@ with app.setup:
         proof,
         question,
         run_picker,
-        table,
         what_breaks,
     )
     from fenchel.model import ForwardContext, ModelConfig, Transformer
@@ -83,73 +83,83 @@ def _():
 
     In a relay race each runner takes the baton from the one before and passes it on. Nobody runs
     backwards, and nobody needs to know who runs last. A training run is such a relay; the baton
-    changes its shape on the way:
-
-    text → tokens → batches → model → loss → optimiser → run directory → report
-
-    Everything below really happens on this page, with a text of one sentence. Choose a stage to see
-    what it hands on.
+    changes its shape on the way. Everything below really happens on this page, with a text of one sentence. *Drag the baton from
+    stage to stage.*
     """)
     return
 
 
 @app.cell
-def _():
-    stages = "text,tokens,batches,model,loss,optimiser,run directory,report".split(",")
-    stage = mo.ui.dropdown(stages, value="tokens", label="Stage")
-    stage
-    return stage, stages
-
-
-@app.cell
-def _(batches, corpus, first, first_logits, first_loss, fresh, line, stage, stages):
-    _ids = corpus.tokenizer.encode(line)
-    _pieces = [corpus.tokenizer.decode([i]) for i in _ids]
+def relay(batches, corpus, first, first_logits, first_loss, fresh, line):
+    ids = corpus.tokenizer.encode(line)
+    _pieces = [corpus.tokenizer.decode([i]) for i in ids]
     _parameters = sum(p.numel() for p in fresh.parameters())
-    _shown = {
-        "text": ("a string", f"{len(line) * 200:,} characters", repr(line)),
-        "tokens": (
+    _shape = " by ".join(map(str, first_logits.shape))
+    _stages = [
+        ("text", "text", "a string", f"{len(line) * 200:,} characters", line.strip()),
+        (
+            "tokens",
+            "ids",
             "whole numbers, one per piece of text",
             f"{corpus.facts.train_tokens:,} ids from {corpus.facts.train_bytes:,} bytes",
             " | ".join(_pieces),
         ),
-        "batches": (
-            "inputs and targets, (8, 32) each",
+        (
+            "batches",
+            "8 x 32",
+            "inputs and targets, 8 by 32 each",
             f"{batches.per_epoch} windows per epoch",
-            f"{first.inputs[0, :6].tolist()} -> {first.targets[0, :6].tolist()}",
+            f"{first.inputs[0, :6].tolist()} → {first.targets[0, :6].tolist()}",
         ),
-        "model": (
-            f"logits, {tuple(first_logits.shape)}",
-            f"{_parameters:,} parameters",
+        (
+            "model",
+            "logits",
+            f"logits, {_shape}",
+            f"{_parameters:,} parameters compute them",
             "one score per position and token of the vocabulary",
         ),
-        "loss": ("one number", f"{first_loss:.3f} nats", "mean of -log p of the right token"),
-        "optimiser": (
+        (
+            "loss",
+            f"{first_loss:.2f}",
+            "one number",
+            f"{first_loss:.3f} nats at the first step",
+            "mean of -log p of the right token",
+        ),
+        (
+            "optimiser",
+            "weights",
             "changed parameters",
             f"{_parameters:,} numbers, each a little moved",
             "against the gradient of the loss",
         ),
-        "run directory": ("files", "config, metrics, tokenizer, checkpoints", "listed below"),
-        "report": ("one page of HTML", "opens without a network", "made below"),
-    }
-    _kind, _size, _example = _shown[stage.value]
+        (
+            "run directory",
+            "files",
+            "files",
+            "settings, metrics, tokenizer, checkpoints",
+            "listed below",
+        ),
+        ("report", "page", "one page of HTML", "it opens without a network", "made below"),
+    ]
+    _keys = ("name", "baton", "hands", "size", "example")
+    race = Scene(
+        "relay",
+        {"stage": 1},
+        stages=[dict(zip(_keys, each, strict=True)) for each in _stages],
+    )
+    race
+    return (ids,)
+
+
+@app.cell
+def _(batches, corpus, first, first_logits, first_loss, ids, line):
     mo.vstack(
         [
-            table(
-                [
-                    {
-                        "stage": f"{stages.index(stage.value) + 1}: {stage.value}",
-                        "hands on": _kind,
-                        "size": _size,
-                        "for example": _example,
-                    }
-                ]
-            ),
             claim(
                 "TR-21",
                 "Nothing is lost on the way to tokens: decoding gives the text back. The target of each position is the "
                 "input of the next. The batch of step 7 depends on the seed and on 7, and on nothing that came before.",
-                corpus.tokenizer.decode(_ids) == line
+                corpus.tokenizer.decode(ids) == line
                 and torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
                 and torch.equal(
                     batches.at(7).inputs,
