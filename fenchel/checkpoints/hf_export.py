@@ -104,7 +104,7 @@ def save(
     theirs = write_weights(weights, family, config, dtype)
     tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
-    settings = source.harmless | family.write(config) | tokens | attached | {"dtype": kind}
+    settings = source.harmless | tokens | family.write(config) | attached | {"dtype": kind}
     files: dict[str, str | bytes] = {CONFIG: dumps(settings), GENERATION: dumps(tokens)}
     if tokenizer is not None:
         files[TOKENIZER_CONFIG] = dumps(_tokenizer_config(tokenizer, tokens, config.context))

@@ -5,6 +5,7 @@ mistral   a window in every layer, or none
 qwen2     a bias for queries, keys and values only
 qwen3     RMSNorm of queries and keys per head
 granite   factors on the embedding, the branches, the scores and the logits
+granitemoehybrid   the same, without experts and without Mamba layers (Granite 4 dense)
 olmo2     norms after the branches; RMSNorm of the queries and keys of all heads
 olmo3     and windows in three layers of four, which have a rotary base of their own
 smollm3   every fourth layer without rotation
@@ -135,6 +136,46 @@ def _multipliers() -> Setting:
     return Setting(read, write)
 
 
+def _rope_or_none() -> Setting:
+    """Granite 4 rotates queries and keys, or has no positions at all."""
+    words = {"rope": "rotary", "nope": "none"}
+
+    def read(c: ConfigReader) -> Settings:
+        settings = _ROPE.read(c)
+        key = "position_embedding_type"
+        positions = c.word(key, words) if c.has(key) else "none"
+        return settings if positions == "rotary" else {"positions": positions}
+
+    def write(m: ModelConfig) -> Settings:
+        kind = "rope" if m.positions == "rotary" else None
+        return {**_ROPE.write(m), "position_embedding_type": kind}
+
+    return Setting(read, write)
+
+
+def _attention_in_all_layers() -> Setting:
+    """Granite 4 without experts and without Mamba layers, which a missing list means."""
+    mamba = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")
+
+    def read(c: ConfigReader) -> Settings:
+        c.ignore([f"mamba_{key}" for key in (*mamba, "conv_bias", "proj_bias")])
+        c.ignore(["time_step_limit"])
+        if (experts := c.integer("num_local_experts", 8, least=0)) > 0:
+            raise c.wrong("num_local_experts", experts, "0: its experts are not read")
+        key = "layers_block_type" if c.has("layers_block_type") else "layer_types"
+        layers = c.layers()
+        kinds = c.words(key, ("attention", FULL, "mamba", "linear_attention"), layers) or ["mamba"]
+        if not {"attention", FULL}.issuperset(kinds):
+            raise c.wrong(key, kinds[0], "attention in every layer; Mamba is not read")
+        return {}
+
+    def write(m: ModelConfig) -> Settings:
+        layers = [FULL for _ in range(m.layers)]
+        return {"num_local_experts": 0, "layer_types": layers, "mamba_n_heads": 1}
+
+    return Setting(read, write)
+
+
 def _rotated(c: ConfigReader, layers: int) -> list[int]:
     """Which layers rotate: ``no_rope_layers`` holds 1 for those that do."""
     every = c.integer("no_rope_layer_interval", 4)
@@ -204,6 +245,20 @@ QWEN3 = _family(
     sliding_window=4096,
 )
 GRANITE = _family("granite", "GraniteForCausalLM", _biases(), _multipliers())
+GRANITE4 = _family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    *(_multipliers(), _attention_in_all_layers(), only("attention_bias", False)),
+    size("hidden", "shared_intermediate_size", default=1024, written="mlp_width"),
+    unread("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    rotary=_rope_or_none(),
+    tensors=(
+        weight("blocks.{}.mlp.gate", "model.layers.{}.shared_mlp.input_linear", FIRST_HALF),
+        weight("blocks.{}.mlp.up", "model.layers.{}.shared_mlp.input_linear", SECOND_HALF),
+        weight("blocks.{}.mlp.down", "model.layers.{}.shared_mlp.output_linear"),
+    ),
+    intermediate_size=11008,  # of experts, which a dense model has none of
+)
 _OLMO = (
     constant(norm_place="after", qk_norm=True, qk_norm_width="all"),
     only("attention_bias", False),

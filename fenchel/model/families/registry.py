@@ -10,7 +10,16 @@ from typing import Any
 from fenchel.files import printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.albert import ALBERT
-from fenchel.model.families.bert import BERT, BERT_BODY
+from fenchel.model.families.bert import (
+    BERT,
+    BERT_BODY,
+    DISTILBERT,
+    DISTILBERT_BODY,
+    ROBERTA,
+    ROBERTA_BODY,
+    XLM_ROBERTA,
+    XLM_ROBERTA_BODY,
+)
 from fenchel.model.families.bloom import BLOOM
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.family import Family
@@ -19,6 +28,7 @@ from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
 from fenchel.model.families.llama import (
     GRANITE,
+    GRANITE4,
     LLAMA,
     MISTRAL,
     OLMO2,
@@ -31,10 +41,11 @@ from fenchel.model.families.llama import (
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, PHI3, OLMO2, OLMO3, SMOLLM3),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
     *(GPT2, GPT_NEOX, BLOOM),
     *(GEMMA, GEMMA2, GEMMA3),
-    *(BERT, BERT_BODY, ALBERT, T5),
+    *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
+    *(DISTILBERT, DISTILBERT_BODY, ALBERT, T5),
 )
 """In the order in which they are tried for a model to be saved, the most common first."""
 

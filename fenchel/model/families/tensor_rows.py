@@ -7,6 +7,7 @@
     FUSED_KV           keys and values are one matrix here and two there
     FIRST_HALF,        one tensor there holds the rows of two of ours (gate and up of Phi-3)
     SECOND_HALF
+    LAST_ROWS          theirs has rows before ours that no position uses (RoBERTa); written as zeros
     INTERLEAVED_QKV    theirs has query, key and value of head 1, then of head 2 (NeoX, BLOOM)
 
 ``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME and the
@@ -68,6 +69,10 @@ FUSED_QKV = Layout(lambda theirs, _: torch.cat(list(theirs)), _split_qkv)
 FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
 FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ours], 2, 0)
 SECOND_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[1], lambda ours, _: [ours], 2, 1)
+LAST_ROWS = Layout(
+    lambda theirs, config: theirs[0][-config.context :],
+    lambda ours, _: [torch.cat((ours.new_zeros(2, ours.shape[1]), ours))],
+)
 INTERLEAVED_QKV = Layout(_join_interleaved, _split_interleaved)
 
 

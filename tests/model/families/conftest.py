@@ -51,9 +51,25 @@ NEAR, ALL = "sliding_attention", "full_attention"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4, **TOKENS}
 BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
+ROBERTA = {**COMMON, "bos_token_id": 0, "pad_token_id": 1, "layer_norm_eps": 1e-3}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", COMMON),
     "bert with three types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
+    "roberta": ("Roberta", ROBERTA),
+    "xlm-roberta": ("XLMRoberta", {**ROBERTA, "type_vocab_size": 1}),
+    "distilbert": (
+        "DistilBert",
+        {
+            "vocab_size": 70,
+            "dim": 48,
+            "n_layers": 3,
+            "n_heads": 4,
+            "hidden_dim": 56,
+            "max_position_embeddings": 64,
+            "activation": "relu",
+            **TOKENS,
+        },
+    ),
     "albert": (
         "Albert",
         {**COMMON, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 24},
@@ -105,6 +121,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.6,
             "tie_word_embeddings": True,
+        },
+    ),
+    "granite 4": (
+        "GraniteMoeHybrid",
+        {
+            **GROUPED,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 0,
+            "layer_types": [ALL, ALL, ALL],
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.7,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.6,
         },
     ),
     "olmo2": ("Olmo2", {**GROUPED, "rope_parameters": YARN}),
@@ -163,7 +194,7 @@ FAMILIES = {**DECODERS, **ENCODERS, **PAIRS}
 HEADS = {
     "GPT2": "LMHeadModel",
     "Bert": "ForMaskedLM",
-    "Albert": "ForMaskedLM",
+    **dict.fromkeys(("Roberta", "XLMRoberta", "DistilBert", "Albert"), "ForMaskedLM"),
     "T5": "ForConditionalGeneration",
 }
 AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}
@@ -288,10 +319,16 @@ def add(path: Path, name: str, **settings: Any) -> None:
     file.write_text(json.dumps({**before, **settings}))
 
 
+def special_ids(path: Path) -> dict[str, int]:
+    """Unusual ids; the id of padding decides the positions of a RoBERTa."""
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    return IDS | ({"pad_token_id": 1} if "roberta" in kind else {})
+
+
 def distinctive(path: Path, *, template: bool) -> None:
     """A tokenizer whose special tokens have unusual names and ids, and settings that name them."""
-    words = [f"w{i}" for i in range(69)]
-    words[11], words[12], words[14] = "<start>", "<stop>", "<fill>"
+    ids, words = special_ids(path), [f"w{i}" for i in range(69)]
+    words[11], words[12], words[ids["pad_token_id"]] = "<start>", "<stop>", "<fill>"
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<start>", "<stop>", "<fill>"])
@@ -304,5 +341,5 @@ def distinctive(path: Path, *, template: bool) -> None:
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
     (path / "tokenizer_config.json").write_text(json.dumps(names | kind))
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    add(path, "config.json", **IDS)
-    add(path, "generation_config.json", **IDS, **SAMPLING)
+    add(path, "config.json", **ids)
+    add(path, "generation_config.json", **ids, **SAMPLING)

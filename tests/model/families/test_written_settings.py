@@ -34,12 +34,14 @@ ENCODER = {
 GEMMA = {"mlp": "geglu_tanh", "norm_plus_one": True, "embedding_scale": 32**0.5}
 OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_width": "all"}
 HEAD = {"lm_head_transform": True, "lm_head_bias": True}
+DISTIL = {"token_types": 0, "epsilon": 1e-12}
 SMALLEST: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"windows": (5,)},
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
     "GraniteForCausalLM": {},
+    "GraniteMoeHybridForCausalLM": {"residual_scale": 0.5},
     "Phi3ForCausalLM": {},
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": {**OLMO, "windows": (5, 0), "rotary_local_base": 50.0},
@@ -52,6 +54,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {**GEMMA, "norm_place": "both", "qk_norm": True},
     "BertForMaskedLM": {**ENCODER, **HEAD},
     "BertModel": {**ENCODER, "lm_head": False},
+    "RobertaForMaskedLM": {**ENCODER, **HEAD},
+    "RobertaModel": {**ENCODER, "lm_head": False},
+    "XLMRobertaForMaskedLM": {**ENCODER, **HEAD},
+    "XLMRobertaModel": {**ENCODER, "lm_head": False},
+    "DistilBertForMaskedLM": {**ENCODER, **HEAD, **DISTIL},
+    "DistilBertModel": {**ENCODER, **DISTIL, "lm_head": False},
     "AlbertForMaskedLM": {
         **ENCODER,
         **HEAD,
@@ -173,7 +181,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"tied": False, "softcap": 1.0, "windows": (4,)},
     {"kv_heads": 1, "head_size": 12, "windows": (4, 0), "rotary_base": 50.0},
 )
-IDS = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(2, 40, (2, 24), generator=torch.Generator().manual_seed(0))
 FAMILY = {family.architecture: family for family in FAMILIES}
 
 
@@ -193,7 +201,7 @@ def large_weights(config: ModelConfig) -> Transformer:
 
 
 def their_output(family: Family, config: ModelConfig, model: Transformer) -> Tensor:
-    settings = family.write(config) | token_ids(None, config.kind)
+    settings = token_ids(None, config.kind) | family.write(config)
     name = settings.pop("model_type")
     weights = write_weights(dict(model.state_dict()), family, config, None)
     theirs, info = getattr(transformers, family.architecture).from_pretrained(
