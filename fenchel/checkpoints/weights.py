@@ -12,6 +12,7 @@ of everything.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,12 @@ def with_current_names(directory: CheckpointDirectory, family: Family) -> Checkp
             raise Damaged(f"{directory.path} holds {printable(name)} under two names.")
         tensors[name] = location
     return directory._replace(tensors=tensors)
+
+
+def own_settings(directory: CheckpointDirectory, family: Family) -> dict[str, Any]:
+    """config.json of a directory, or of the text model inside it."""
+    names = [family.current_name(name) for name in directory.tensors]
+    return dict(family.settings_in(directory.config, names))
 
 
 def require_enough_tensors(

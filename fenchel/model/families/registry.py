@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,42 @@ FAMILIES = (
     *(DISTILBERT, DISTILBERT_BODY, ALBERT, T5),
 )
 """In the order in which they are tried for a model to be saved, the most common first."""
+_TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
+    "gemma3": {
+        "gemma3_text": {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        }
+    },
+    "mistral3": {
+        "mistral": {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 131072,
+        }
+    },
+}
+"""Larger models with a text model inside: its families, the first where none is named, and the
+settings that their classes have, which older files leave out."""
+_LONG_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_TOWERS = tuple(
+    f"{outer}{part}."
+    for part in ("vision_tower", "multi_modal_projector")
+    for outer in ("", "model.")
+)
+MODEL_TYPES = frozenset({*(family.name for family in FAMILIES), *_TEXT_MODELS})
+"""Every model_type that is read."""
 
 
 def family_of(
@@ -58,8 +95,11 @@ def family_of(
 ) -> Family:
     """The family of a model_type; its marker tensor decides between two of the same name.
 
-    ``config`` are the settings of the directory, from which a refusal names an obstacle.
+    ``config`` are the settings of the directory, from which the family of a text model inside a
+    larger one is known, and from which a refusal names an obstacle.
     """
+    if model_type in _TEXT_MODELS:
+        return _text_model(model_type, tensors, where, config or {})
     for family in FAMILIES:
         if family.name == model_type and (not family.marker or family.marker in tensors):
             return family
@@ -69,9 +109,31 @@ def family_of(
     readers = ""
     if _in_transformers(model_type):
         readers = "; fenchel inspect and fenchel attach read it through transformers"
-    names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
+    names = ", ".join(dict.fromkeys([*(family.name for family in FAMILIES), *_TEXT_MODELS]))
     obstacle = "" if config is None else _first_obstacle(config, tensors)
     raise ValueError(f"{kind} is not a known family{readers}.{obstacle} Known are {names}.")
+
+
+def _text_model(
+    model_type: str, tensors: Collection[str], where: Path, config: Mapping[str, Any]
+) -> Family:
+    """The family of the text model inside a larger one, as it is read from its directory."""
+    inner, known = config.get("text_config"), _TEXT_MODELS[model_type]
+    named = inner.get("model_type") if isinstance(inner, Mapping) else None
+    name = next(iter(known)) if named is None else named
+    if name not in known:
+        raise ValueError(
+            f"{where}: the text model of this {model_type} is of {printable(repr(name))}, which is "
+            f"not read; {', '.join(known)} would be."
+        )
+    family = family_of(name, tensors, where)
+    return replace(
+        family,
+        inner="text_config",
+        long_prefixes=_LONG_PREFIXES,
+        towers=_TOWERS,
+        defaults={**known[name], **family.defaults},
+    )
 
 
 def _in_transformers(model_type: str) -> bool:
