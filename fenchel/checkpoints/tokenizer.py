@@ -205,6 +205,7 @@ _CLASSES = {
     "distilbert": "DistilBertTokenizer",
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
+    "mpnet": "MPNetTokenizer",
     "albert": "AlbertTokenizer",
     "t5": "T5Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",

@@ -3,6 +3,7 @@
 bert          also MiniLM
 roberta       the position of a token is its row less 2, since row 1 is that of padding
 xlm-roberta   the same, with the vocabulary of many languages
+mpnet         and a bias by distance, as T5 has it, in every layer
 distilbert    other names, no token types
 
 Files without the head are read too; they end with a pooler or with the last block.
@@ -71,25 +72,30 @@ _VARIANTS = (
 SETTINGS = (*SIZES, _CONTEXT, _TYPES, *_VARIANTS)
 """Settings that BERT and ALBERT share."""
 LM_HEAD = constant(lm_head_transform=True, lm_head_bias=True)
-PADDING = 1
+_PADDING = 1
 """The row of padding in a table of positions of RoBERTa and MPNet."""
 
 
-def positions_after_padding() -> Setting:
-    """Rows of the table up to that of padding hold no position of a token."""
+def _positions_after_padding(*, checked: bool = True) -> Setting:
+    """Rows of the table up to that of padding hold no position of a token.
+
+    RoBERTa's is ``pad_token_id``, which is ``checked``; that of MPNet is 1 whatever the file says.
+    """
 
     def read(c: ConfigReader) -> Settings:
-        c.only("pad_token_id", (PADDING,))
-        rows = c.integer("max_position_embeddings", least=PADDING + 2)
-        return {"context": rows - PADDING - 1}
+        if checked:
+            c.only("pad_token_id", (_PADDING,))
+        rows = c.integer("max_position_embeddings", least=_PADDING + 2)
+        return {"context": rows - _PADDING - 1}
 
     def write(m: ModelConfig) -> Settings:
-        return {"max_position_embeddings": m.context + PADDING + 1, "pad_token_id": PADDING}
+        rows = {"max_position_embeddings": m.context + _PADDING + 1}
+        return rows | ({"pad_token_id": _PADDING} if checked else {})
 
     return Setting(read, write)
 
 
-def without_head(pooler: str) -> tuple[Setting, ...]:
+def _without_head(pooler: str) -> tuple[Setting, ...]:
     """A body: with a pooler where the files hold the tensor ``pooler``, prefixed or not."""
     names = {pooler, pooler.partition(".")[2]}
     found = Setting(lambda c: {"pooler": bool(names & set(c.tensors))}, lambda _: {})
@@ -136,9 +142,13 @@ def _with_and_without_head(
     head: tuple[Row, ...],
     copies: Mapping[str, str],
     positions: Layout = SAME,
+    tensors: tuple[Row, ...] = (),
 ) -> tuple[Family, Family]:
-    """A family with BERT's names, and the same without its head; the first row is the marker."""
-    rows, pooler = _body(prefix, positions), f"{prefix}pooler.dense"
+    """A family with BERT's names, and the same without its head.
+
+    The first row of ``head`` is the marker; ``tensors`` come before BERT's names.
+    """
+    rows, pooler = (*tensors, *_body(prefix, positions)), f"{prefix}pooler.dense"
     ignored = rf"({re.escape(prefix)})?embeddings\.position_ids"
     whole = Family(
         name=name,
@@ -157,7 +167,7 @@ def _with_and_without_head(
     body = Family(
         name=name,
         architecture=f"{architecture}Model",
-        settings=(*settings, *without_head(f"{pooler}.weight")),
+        settings=(*settings, *_without_head(f"{pooler}.weight")),
         tensors=(*rows, *weight_and_bias("pooler", pooler)),
         prefix=prefix,
         ignored=(ignored,),
@@ -182,7 +192,7 @@ BERT, BERT_BODY = _with_and_without_head(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
 )
-ROBERTA_HEAD = (
+_ROBERTA_HEAD = (
     *weight_and_bias("lm_head_proj", "lm_head.dense"),
     *weight_and_bias("lm_head_norm", "lm_head.layer_norm"),
     *lm_head_bias("lm_head"),
@@ -191,11 +201,11 @@ ROBERTA_HEAD = (
 _ROBERTA = (
     "roberta.",
     (
-        *(*SIZES, _TYPES, positions_after_padding(), *_VARIANTS),
+        *(*SIZES, _TYPES, _positions_after_padding(), *_VARIANTS),
         # Their head has an exact GELU, whatever the blocks have.
         *(constant(mlp="gelu"), only("hidden_act", "gelu")),
     ),
-    ROBERTA_HEAD,
+    _ROBERTA_HEAD,
     {
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
@@ -205,6 +215,32 @@ _ROBERTA = (
 ROBERTA, ROBERTA_BODY = _with_and_without_head("roberta", "Roberta", *_ROBERTA)
 XLM_ROBERTA, XLM_ROBERTA_BODY = _with_and_without_head("xlm-roberta", "XLMRoberta", *_ROBERTA)
 
+_MPNET_ATTENTION = "mpnet.encoder.layer.{}.attention"
+MPNET, MPNET_BODY = _with_and_without_head(
+    "mpnet",
+    "MPNet",
+    "mpnet.",
+    (
+        *(*SIZES, _positions_after_padding(checked=False)),
+        # Buckets, their distance and the activation of the head are fixed in the class.
+        *(only("relative_attention_num_buckets", 32), only("hidden_act", "gelu")),
+        constant(mlp="gelu", relative_bias=True),
+    ),
+    _ROBERTA_HEAD,
+    {
+        "lm_head.decoder.weight": "mpnet.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    LAST_ROWS,
+    (
+        weight("relative_bias", "mpnet.encoder.relative_attention_bias"),
+        *weight_and_bias(
+            "blocks.{}.attention.qkv", [f"{_MPNET_ATTENTION}.attn.{x}" for x in "qkv"], FUSED_QKV
+        ),
+        *weight_and_bias("blocks.{}.attention.out", f"{_MPNET_ATTENTION}.attn.o"),
+        *weight_and_bias("blocks.{}.attention_norm", f"{_MPNET_ATTENTION}.LayerNorm"),
+    ),
+)
 _DISTIL = (
     size("vocabulary", "vocab_size"),
     _CONTEXT,

@@ -148,7 +148,7 @@ class Family:
     def _match_all(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
         """The matches of our tensors, and the names of those without one."""
         rows = [row for row in self.tensors if row.when(config)]
-        matches = {name: _match(name, rows) for name in ours}
+        matches = {name: _match(name, rows, config) for name in ours}
         unmatched = [name for name, match in matches.items() if match is None]
         return [match for match in matches.values() if match is not None], unmatched
 
@@ -156,6 +156,11 @@ class Family:
         """How many of these names are names of tensors of the family."""
         patterns = {_pattern(name) for row in self.tensors for name in row.theirs}
         return sum(any(one.fullmatch(name) for one in patterns) for name in tensors)
+
+    @property
+    def lists_experts(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return any(_EXPERT in name for row in self.tensors for name in row.theirs)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a file may hold ``name`` although the model does not need it."""
@@ -243,7 +248,7 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     growth = 0.1 * math.log(config.rotary_factor) + 1.0 if config.rotary_factor > 1 else 1.0
     return {
         "rotary_trained_context": config.rotary_trained_context or config.context
-        if blended
+        if blended or config.rotary_scaling == "longrope"
         else None,
         "rotary_slow": config.rotary_slow or 1.0 if blended else None,
         "rotary_fast": config.rotary_fast or fast if blended else None,
@@ -252,18 +257,25 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _match(name: str, rows: Iterable[Row]) -> Match | None:
+def _match(name: str, rows: Iterable[Row], config: ModelConfig) -> Match | None:
     for row in rows:
         if match := _pattern(row.ours).fullmatch(name):
-            theirs = tuple(their_name.format(*match.groups()) for their_name in row.theirs)
+            theirs = tuple(
+                their_name.format(*match.groups(), expert=expert)
+                for their_name in row.theirs
+                for expert in range(config.experts if _EXPERT in their_name else 1)
+            )
             return Match(name, theirs, row.layout)
     return None
 
 
+_EXPERT = "{expert}"
+
+
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A name of the table as a pattern; {} is the number of a layer."""
-    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
+    """A name of the table as a pattern; {} is the number of a layer, {expert} of an expert."""
+    return re.compile(re.escape(name.replace(_EXPERT, "{}")).replace(r"\{\}", r"(\d+)"))
 
 
 _TRAINING = {

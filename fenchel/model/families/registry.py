@@ -16,6 +16,8 @@ from fenchel.model.families.bert import (
     BERT_BODY,
     DISTILBERT,
     DISTILBERT_BODY,
+    MPNET,
+    MPNET_BODY,
     ROBERTA,
     ROBERTA_BODY,
     XLM_ROBERTA,
@@ -28,25 +30,31 @@ from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
 from fenchel.model.families.llama import (
+    GPT_OSS,
     GRANITE,
     GRANITE4,
     LLAMA,
+    MINISTRAL3,
     MISTRAL,
+    NANOCHAT,
     OLMO2,
     OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     SMOLLM3,
 )
+from fenchel.model.families.modernbert import MODERNBERT, MODERNBERT_BODY
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
+    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT),
     *(GPT2, GPT_NEOX, BLOOM),
     *(GEMMA, GEMMA2, GEMMA3),
     *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
-    *(DISTILBERT, DISTILBERT_BODY, ALBERT, T5),
+    *(MPNET, MPNET_BODY, DISTILBERT, DISTILBERT_BODY, MODERNBERT, MODERNBERT_BODY, ALBERT, T5),
 )
 """In the order in which they are tried for a model to be saved, the most common first."""
 _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
@@ -68,7 +76,15 @@ _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "max_position_embeddings": 131072,
-        }
+        },
+        "ministral3": {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 262144,
+        },
     },
 }
 """Larger models with a text model inside: its families, the first where none is named, and the

@@ -47,6 +47,13 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+QWEN3_MOE = {
+    **GROUPED,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
 NEAR, ALL = "sliding_attention", "full_attention"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4, **TOKENS}
@@ -57,6 +64,22 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert with three types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
     "roberta": ("Roberta", ROBERTA),
     "xlm-roberta": ("XLMRoberta", {**ROBERTA, "type_vocab_size": 1}),
+    "mpnet": ("MPNet", {**ROBERTA, "layer_norm_eps": 1e-3}),
+    "modernbert": (
+        "ModernBert",
+        {
+            **COMMON,
+            "local_attention": 6,
+            "layer_types": [ALL, NEAR, NEAR],
+            "norm_eps": 1e-3,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "rope_parameters": {
+                ALL: {"rope_type": "default", "rope_theta": 7000.0},
+                NEAR: {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
+    ),
     "distilbert": (
         "DistilBert",
         {
@@ -160,12 +183,60 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "nanochat": (
+        "NanoChat",
+        {**GROUPED, "final_logit_softcapping": 9.0, "rope_parameters": {"rope_theta": 500.0}},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe with windows, not normalised": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "phi3": (
         "Phi3",
         {
             **GROUPED,
             "sliding_window": 5,
             "rope_parameters": {"rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3 longrope": (
+        "Phi3",
+        {
+            **GROUPED,
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.1, 0.7, 1.3],
+                "long_factor": [3.0, 2.0, 0.5],
+            },
         },
     ),
     "gpt2": ("GPT2", {**GPT2, "n_inner": 56}),
@@ -194,7 +265,8 @@ FAMILIES = {**DECODERS, **ENCODERS, **PAIRS}
 HEADS = {
     "GPT2": "LMHeadModel",
     "Bert": "ForMaskedLM",
-    **dict.fromkeys(("Roberta", "XLMRoberta", "DistilBert", "Albert"), "ForMaskedLM"),
+    **dict.fromkeys(("Roberta", "XLMRoberta", "MPNet", "DistilBert"), "ForMaskedLM"),
+    **dict.fromkeys(("ModernBert", "Albert"), "ForMaskedLM"),
     "T5": "ForConditionalGeneration",
 }
 AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}

@@ -20,7 +20,7 @@ from fenchel.generation import generate
 from fenchel.inspection import open_model
 from fenchel.inspection.our_model import OurModel
 from fenchel.model.families import family_of
-from tests.model.families.conftest import ALL, GROUPED, NEAR, distinctive, stirred
+from tests.model.families.conftest import ALL, GROUPED, NEAR, YARN, distinctive, stirred
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 IDS = torch.randint(3, 70, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -50,8 +50,19 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "mistral3 of 2512": (
+        "Mistral3",
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "ministral3",
+                "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5},
+            },
+            "vision_config": {**EYES, "model_type": "pixtral", "head_dim": 8},
+        },
+    ),
 }
-WRITTEN_AS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WRITTEN_AS = {"gemma3": "gemma3_text", "mistral3": "mistral", "mistral3 of 2512": "ministral3"}
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,15 @@ def test_two_names_for_one_tensor_are_refused(written: Written) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [("Bert", ""), ("Bert", "bert."), ("Roberta", ""), ("XLMRoberta", ""), ("DistilBert", "")],
+    [
+        ("Bert", ""),
+        ("Bert", "bert."),
+        ("Roberta", ""),
+        ("XLMRoberta", ""),
+        ("DistilBert", ""),
+        ("MPNet", ""),
+        ("ModernBert", ""),
+    ],
 )
 def test_a_body_without_its_head_gives_the_same_stream_and_pool(
     kind: str, prefix: str, tmp_path: Path
@@ -118,6 +126,8 @@ def test_a_body_without_its_head_gives_the_same_stream_and_pool(
         "num_attention_heads": 4,
         "intermediate_size": 56,
     }
+    if kind == "ModernBert":
+        sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "DistilBert":
         sizes = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 56}
     config = getattr(transformers, f"{kind}Config")(
@@ -171,6 +181,32 @@ def test_a_granite_4_is_read_where_all_layers_are_attention(
         return
     with pytest.raises(ValueError, match=says):
         load_model(path)
+
+
+def test_a_gate_that_is_clamped_is_computed_as_in_transformers(written: Written) -> None:
+    def enlarge(weights: dict[str, Tensor]) -> None:
+        for name in weights:
+            if name.endswith("experts.gate_up_proj"):
+                weights[name] *= 30
+
+    path = rewrite(written("gpt-oss"), enlarge)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    require_agreement(path, theirs)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_a_sequence_beyond_the_trained_context_has_the_long_list(
+    kind: str, foreign: Foreign, written: Written
+) -> None:
+    path, ids = written("phi3 longrope"), torch.cat((LONG, LONG), 1)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    model = load_model(resay(path, rope_parameters=rope | {"rope_type": kind}))
+    assert (model.config.context, model.config.rotary_short) == (64, (1.1, 0.7, 1.3))
+    with torch.no_grad():
+        expected = foreign("phi3 longrope")(ids).logits
+        torch.testing.assert_close(model.with_context(128)(ids), expected, atol=2e-5, rtol=0)
+        short = model(LONG)
+    assert (short - expected[:, :60]).abs().max() > 1e-3
 
 
 # settings
