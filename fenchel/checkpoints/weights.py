@@ -46,7 +46,7 @@ def read_weights(
     shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches, config)}
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
-    with open_tensors(directory) as tensors:
+    with open_tensors(directory, dtype) as tensors:
         _require_copies(directory, family, matches, tensors)
         return {
             match.ours: match.layout.join(

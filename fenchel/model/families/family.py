@@ -78,7 +78,6 @@ class Family:
         names = [self.current_name(name) for name in tensors]
         reader = ConfigReader({**self.defaults, **self.settings_in(config, names)}, names, where)
         reader.ignore(HARMLESS)
-        reader.only("quantization_config", (None,))
         ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
         ours |= _attached_choice(reader)
         if self.inner:
@@ -120,7 +119,7 @@ class Family:
         self, config: Mapping[str, Any], tensors: Collection[str], where: Path
     ) -> None:
         """A notice of the settings and tensors that belong to other parts of a larger model."""
-        known = {*HARMLESS, FIELD, self.inner, "tie_word_embeddings", "quantization_config"}
+        known = {*HARMLESS, FIELD, self.inner, "tie_word_embeddings"}
         keys = [printable(key, 40) for key in config if key not in known][:_NAMED]
         counts = {tower: sum(name.startswith(tower) for name in tensors) for tower in self.towers}
         parts = [f"{tower}* ({count} tensors)" for tower, count in counts.items() if count]
