@@ -138,7 +138,10 @@ def test_in_and_out_again_settings_and_weights_are_the_same(
     assert resolved(load_model(tmp_path / "ours").config) == resolved(model.config)
 
 
-TRAINED = ("granite", "phi3", "olmo2", "olmo3", "smollm3 with windows")
+TRAINED = (
+    *("granite", "phi3", "olmo2", "olmo3", "smollm3 with windows"),
+    *("ministral3", "nanochat", "gpt-oss", "mpnet", "modernbert"),
+)
 
 
 @pytest.mark.parametrize("name", TRAINED)

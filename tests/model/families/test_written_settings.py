@@ -53,7 +53,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"windows": (5,)},
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
-    "GraniteForCausalLM": {},
+    "GraniteForCausalLM": {"residual_scale": 0.5},
     "GraniteMoeHybridForCausalLM": {"residual_scale": 0.5},
     "Phi3ForCausalLM": {},
     "Olmo2ForCausalLM": OLMO,
