@@ -18,8 +18,9 @@ For contexts longer than those trained on, the frequencies t_i are lowered:
     NTKScaling      base s^(W/(W-2)) in place of base   lowest frequency / s, highest unchanged
     YarnScaling     t_i (c_i + (1 - c_i)/s), c_i by the index i; scores multiplied by a factor
     Llama3Scaling   t_i (c_i + (1 - c_i)/s), c_i by the rotations of t_i in the trained context
+    LongRopeScaling t_i / e_i, with a number per pair that was searched for
 
-Su et al. (2021), RoFormer; Peng et al. (2023), YaRN.
+Su et al. (2021), RoFormer; Peng et al. (2023), YaRN; Ding et al. (2024), LongRoPE.
 """
 
 import math
@@ -122,6 +123,17 @@ class Llama3Scaling:
         rotations = self.trained * t / (2 * math.pi)
         c = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
         return t * (c + (1 - c) / self.factor)
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Every frequency divided by a number of its own; cos and sin times ``magnitude``."""
+
+    divisors: tuple[float, ...]
+    magnitude: float = 1.0
+
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+        return t / torch.tensor(self.divisors, dtype=t.dtype, device=t.device)
 
 
 class Angles(NamedTuple):

@@ -28,7 +28,7 @@ The policies below hold for every reader: ``load``, ``convert`` and every comman
 | no tokenizer.json | refused where text is read; ``load_model`` needs none |
 | a tokenizer with more ids than the vocabulary | refused |
 | nan or inf among the weights | refused by tensor name |
-| quantised weights | refused |
+| quantised weights | read as matrices with a notice, or refused by their method (``quantised``) |
 | a size out of range, more layers than tensors | refused before a module is built |
 | a missing, extra or misshapen tensor | refused by name |
 | unknown keys of config.json | a warning that names them |
@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from fenchel.checkpoints.quantised import KEY, Compute, find_quantised
 from fenchel.checkpoints.safetensors_header import TensorEntry, read_header, system_errors
 from fenchel.files import (
     MANIFEST,
@@ -112,11 +113,16 @@ _FILE_NAME = re.compile(
 
 
 class TensorLocation(NamedTuple):
-    """The file that holds a tensor, its name there, and its entry in the header."""
+    """The file that holds a tensor, its name there, and its entry in the header.
+
+    One that is stored quantised has the entry that it would have otherwise.
+    """
 
     file: Path
     name: str
     entry: TensorEntry
+    compute: Compute | None = None
+    """How it is computed from tensors of the files; None where it is one of them."""
 
 
 class CheckpointDirectory(NamedTuple):
@@ -128,6 +134,8 @@ class CheckpointDirectory(NamedTuple):
     tensors: dict[str, TensorLocation]
     digests: Mapping[str, str] = MappingProxyType({})
     """SHA-256 of the files of weights, where a manifest of ours gives it."""
+    parts: Mapping[str, TensorLocation] = MappingProxyType({})
+    """The tensors that quantised weights are computed from."""
 
     @property
     def name(self) -> str:
@@ -155,7 +163,8 @@ class CheckpointDirectory(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype of most of the weights."""
         numbers: Counter[str] = Counter()
-        for _, _, entry in self.tensors.values():
+        for location in self.tensors.values():
+            entry = location.entry
             numbers[entry.dtype] += entry.bytes if entry.dtype in DTYPES else 0
         return DTYPES[max(numbers, key=lambda dtype: numbers[dtype])]
 
@@ -177,11 +186,40 @@ def open_directory(path: Path) -> CheckpointDirectory:
             Notice,
             stacklevel=2,
         )
-    _require_own_settings(path / CONFIG, config)
-    directory = CheckpointDirectory(path, config, tensors, digests)
+    directory = _dequantised(CheckpointDirectory(path, config, tensors, digests))
+    _require_own_settings(path / CONFIG, directory.config)
     _require_floating_point(directory)
     _require_sizes(directory)
     return directory
+
+
+def _dequantised(directory: CheckpointDirectory) -> CheckpointDirectory:
+    """The directory with quantised weights as the matrices that they stand for, and a notice.
+
+    The settings are then those of a model that is not quantised.
+    """
+    config, tensors = dict(directory.config), directory.tensors
+    settings = config.pop(KEY, None)
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and KEY in inner:
+        config["text_config"] = {key: value for key, value in inner.items() if key != KEY}
+        settings = settings or inner[KEY]
+    entries = {name: location.entry for name, location in tensors.items()}
+    found = find_quantised(settings, entries, str(directory.config_path))
+    if found is None:
+        return directory
+    plain = {name: at for name, at in tensors.items() if name not in found.absorbed}
+    for name, (entry, stored, compute) in found.matrices.items():
+        plain[name] = tensors[stored]._replace(entry=entry, compute=compute)
+    parts = {name: tensors[name] for name in found.absorbed}
+    warnings.warn(
+        f"{directory.path}: {len(found.matrices)} quantised matrices are read in "
+        f"{next(iter(found.matrices.values()))[0].dtype}; activations are not quantised here, so "
+        "logits differ slightly from those of the quantised model.",
+        Notice,
+        stacklevel=3,
+    )
+    return directory._replace(config=config, tensors=plain, parts=parts)
 
 
 def verify_manifest(path: Path) -> dict[str, str]:
@@ -327,22 +365,41 @@ def _snapshot_blob(link: Path) -> Path | None:
 
 
 @contextmanager
-def open_tensors(directory: CheckpointDirectory) -> Iterator["TensorReader"]:
-    """The tensors of a directory by name, each mapped at its first use."""
+def open_tensors(
+    directory: CheckpointDirectory, dtype: torch.dtype | None = None
+) -> Iterator["TensorReader"]:
+    """The tensors of a directory by name, each mapped at its first use.
+
+    Quantised weights are computed in ``dtype``, by default that of the other weights.
+    """
     with ExitStack() as stack:
-        yield TensorReader(directory, stack)
+        yield TensorReader(directory, stack, dtype)
 
 
 class TensorReader:
     """Tensors by name; see ``open_tensors``."""
 
-    def __init__(self, directory: CheckpointDirectory, stack: ExitStack) -> None:
-        self._directory, self._stack = directory, stack
+    def __init__(
+        self, directory: CheckpointDirectory, stack: ExitStack, dtype: torch.dtype | None = None
+    ) -> None:
+        self._directory, self._stack, self._dtype = directory, stack, dtype
         self._files: dict[Path, Any] = {}
+        self._computed: tuple[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor on the file's own pages; writing to it does not change the file."""
-        file, stored_name, entry = self._directory.tensors[name]
+        location = self._directory.tensors[name]
+        if location.compute is None:
+            return self._stored(location)
+        if self._computed is None or self._computed[0] != name:  # two of ours may be in it
+            dtype = self._dtype or DTYPES[location.entry.dtype]
+            self._computed = None
+            tensor = location.compute(lambda part: self._stored(self._directory.parts[part]), dtype)
+            self._computed = name, tensor
+        return self._computed[1]
+
+    def _stored(self, location: TensorLocation) -> torch.Tensor:
+        file, stored_name, entry, _ = location
         with system_errors(file):
             if file not in self._files:
                 self._verify(file)
@@ -370,13 +427,13 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
 
 
 def _require_floating_point(directory: CheckpointDirectory) -> None:
-    """Refuse quantised weights, and files without any floating-point tensor."""
+    """Refuse quantised weights without settings, and files without a floating-point tensor."""
     dtypes = {location.entry.dtype for location in directory.tensors.values()}
     for name, location in directory.tensors.items():
         if location.entry.dtype.startswith("F8"):
             raise ValueError(
-                f"{location.file}: {printable(name)} is of {location.entry.dtype}, and quantised "
-                "weights are not read; give the model in bfloat16 or float32."
+                f"{location.file}: {printable(name)} is of {location.entry.dtype}, and no "
+                f"{KEY} says how it is quantised; give the model in bfloat16 or float32."
             )
     if not dtypes & DTYPES.keys():
         raise ValueError(f"{directory.path} holds no tensor of floating-point numbers.")

@@ -44,7 +44,12 @@ from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.tokenizer import COPIED, read_files
 from fenchel.checkpoints.tuned_run import bases, read_base
-from fenchel.checkpoints.weights import meta_state_dict, read_weights, write_weights
+from fenchel.checkpoints.weights import (
+    meta_state_dict,
+    own_settings,
+    read_weights,
+    write_weights,
+)
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import AnyTokenizer, TextTokenizer
 from fenchel.files import (
@@ -104,7 +109,7 @@ def save(
     theirs = write_weights(weights, family, config, dtype)
     tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
-    settings = source.harmless | family.write(config) | tokens | attached | {"dtype": kind}
+    settings = source.harmless | tokens | family.write(config) | attached | {"dtype": kind}
     files: dict[str, str | bytes] = {CONFIG: dumps(settings), GENERATION: dumps(tokens)}
     if tokenizer is not None:
         files[TOKENIZER_CONFIG] = dumps(_tokenizer_config(tokenizer, tokens, config.context))
@@ -328,7 +333,8 @@ def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite:
     weights = read_weights(directory, family, config)
     tensors = write_weights(weights, family, config, dtype)
     kind = next(iter(tensors.values())).dtype
-    settings = {k: v for k, v in directory.config.items() if k not in ("torch_dtype", "auto_map")}
+    own = own_settings(directory, family)
+    settings = {k: v for k, v in own.items() if k not in ("torch_dtype", "auto_map")}
     files = {CONFIG: dumps({**settings, "dtype": str(kind).removeprefix("torch.")}).encode()}
     copied = read_files(source, COPIED)
     _name_dropped(directory, copied)

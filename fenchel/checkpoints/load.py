@@ -11,6 +11,7 @@ compared with what the settings imply before a byte of weights is read, and what
 the file's own pages.
 """
 
+import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, re
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, read_base
 from fenchel.checkpoints.weights import (
     meta_state_dict,
+    own_settings,
     read_state_dict,
     read_weights,
     require_enough_tensors,
@@ -34,7 +36,7 @@ from fenchel.data import TextTokenizer
 from fenchel.files import CHECKPOINTS, Notice, printable, read_regular
 from fenchel.hub_cache import find_checkpoint, require_checkpoint
 from fenchel.model.config import ModelConfig
-from fenchel.model.families import family_of
+from fenchel.model.families import Family, family_of
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import AdapterWeights, adapters, add_lora, merge
 from fenchel.model.transformer import Transformer, meta_model
@@ -131,8 +133,11 @@ def _load(
         if base is not None:
             files = read_files(model_files(path), _BESIDE)
     elif has_file(path, CONFIG):
-        config, weights = _read_family(open_directory(path), dtype)
+        directory = open_directory(path)
+        family, config, weights = _read_family(directory, dtype)
         files = read_files(path, _BESIDE)
+        if family.inner:  # the text model is one of its own from here on
+            files[CONFIG] = json.dumps(own_settings(directory, family)).encode()
     elif has_file(path, ADAPTER_CONFIG):
         raise ValueError(
             f"{path} is an adapter and no model; give the model that it was trained for and "
@@ -185,8 +190,8 @@ def _warn_of_loss(settings: Path) -> None:
 
 def _read_family(
     directory: CheckpointDirectory, dtype: torch.dtype | None
-) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+) -> tuple[Family, ModelConfig, dict[str, torch.Tensor]]:
     where = directory.config_path
     family = family_of(directory.model_type, directory.tensors, where, directory.config)
     config = family.read(directory.config, directory.tensors, where)
-    return config, read_weights(directory, family, config, dtype)
+    return family, config, read_weights(directory, family, config, dtype)

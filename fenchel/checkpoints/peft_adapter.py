@@ -163,8 +163,14 @@ def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
         ]
     sizes = [len(rows) for rows in match.layout.split(layer.weight, model.config)]
     stops = list(accumulate(sizes))
-    ranges = {(stop - n, stop): name for n, stop, name in zip(sizes, stops, modules, strict=True)}
-    return [Pair(ranges[p], *pair) for p, pair in zip(layer.parts, layer.pairs(), strict=True)]
+    ranges = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    pairs = []
+    for (start, stop), (A_p, B_p) in zip(layer.parts, layer.pairs(), strict=True):
+        rows = B_p.new_zeros(layer.out_features, B_p.shape[1])
+        rows[start:stop] = B_p
+        number = ranges.index((start, stop))
+        pairs.append(Pair(modules[number], A_p, match.layout.split(rows, model.config)[number]))
+    return pairs
 
 
 def _targets(modules: Sequence[str], family: Family, model: Transformer) -> list[str]:

@@ -29,7 +29,7 @@ MAX_BYTES = 8 * 2**20
 MAX_TENSORS = 100_000
 """The most tensors in one file."""
 BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64"), 64),

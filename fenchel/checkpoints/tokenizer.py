@@ -202,15 +202,21 @@ def _read_text(file: Path) -> str:
 
 _CLASSES = {
     "bert": "BertTokenizer",
+    "distilbert": "DistilBertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "mpnet": "MPNetTokenizer",
     "albert": "AlbertTokenizer",
     "t5": "T5Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
 }
 """Classes of tokenizers of transformers where no file of a directory names one."""
 _ENCODER = [("cls_token", "[CLS]")], [("sep_token", "[SEP]")]
+_ROBERTA = [("cls_token", "<s>")], [("sep_token", "</s>")]
 _TEMPLATES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
-    "BertTokenizer": _ENCODER,
-    "AlbertTokenizer": _ENCODER,
+    **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "AlbertTokenizer"), _ENCODER),
+    **dict.fromkeys(("RobertaTokenizer", "MPNetTokenizer"), _ROBERTA),
+    "XLMRobertaTokenizer": ([("bos_token", "<s>")], [("eos_token", "</s>")]),
     "T5Tokenizer": ([], [("eos_token", "</s>")]),
     "CodeLlamaTokenizer": ([("bos_token", "<s>")], []),
 }

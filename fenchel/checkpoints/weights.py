@@ -11,7 +11,8 @@ layer by layer, and so are matrices that a family stores transposed (GPT-2) or i
 of everything.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +40,13 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """The state dict of a Transformer from a directory of a family, in ``dtype`` or as stored."""
     directory = with_current_names(directory, family)
-    require_enough_tensors(directory, config)
+    require_enough_tensors(directory, config, listed=config.experts * family.lists_experts)
     ours = meta_state_dict(config)
     matches = _without_prefix(family.matches(config, ours), family, directory)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for match in matches:
-        parts = match.layout.split(ours[match.ours], config)
-        for name, (rows, *columns) in zip(match.theirs, (p.shape for p in parts), strict=True):
-            others = shapes[name][0] if name in shapes else 0
-            shapes[name] = (others + rows, *columns)
+    shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches, config)}
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
-    with open_tensors(directory) as tensors:
+    with open_tensors(directory, dtype) as tensors:
         _require_copies(directory, family, matches, tensors)
         return {
             match.ours: match.layout.join(
@@ -76,19 +72,35 @@ def write_weights(
     weights: Mapping[str, Tensor], family: Family, config: ModelConfig, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """The tensors of a state dict under the names and in the layouts of a family."""
-    theirs: dict[str, Tensor] = {}
-    for match in sorted(family.matches(config, weights), key=lambda match: match.layout.part):
-        parts = match.layout.split(weights[match.ours].detach(), config)
-        for name, part in zip(match.theirs, parts, strict=True):
-            part = part.to("cpu", dtype or part.dtype).contiguous()
-            try:
-                require_finite(part, name)
-            except ValueError as error:
-                raise ValueError(
-                    f"{str(error).rstrip('.')} as {part.dtype}; choose a dtype with a wider range."
-                ) from None
-            theirs[name] = torch.cat((theirs[name], part)) if name in theirs else part
-    return theirs
+
+    def as_stored(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        try:
+            require_finite(tensor, name)
+        except ValueError as error:
+            raise ValueError(
+                f"{str(error).rstrip('.')} as {tensor.dtype}; choose a dtype with a wider range."
+            ) from None
+        return tensor
+
+    matches = family.matches(config, weights)
+    return {name: as_stored(name, tensor) for name, tensor in _laid_out(weights, matches, config)}
+
+
+def _laid_out(
+    ours: Mapping[str, Tensor], matches: Iterable[Match], config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors as those of a family, by name; several of ours may be in one of theirs."""
+    pending: dict[str, dict[int, Tensor]] = {}
+    for match in matches:
+        layout = match.layout
+        for name, tensor in zip(match.theirs, layout.split(ours[match.ours], config), strict=True):
+            parts = pending.setdefault(name, {})
+            parts[layout.part] = tensor
+            if len(parts) == layout.parts:
+                del pending[name]
+                whole = [parts[number] for number in range(layout.parts)]
+                yield name, whole[0] if layout.parts == 1 else layout.merge(whole)
 
 
 def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
@@ -114,13 +126,27 @@ def with_current_names(directory: CheckpointDirectory, family: Family) -> Checkp
     return directory._replace(tensors=tensors)
 
 
+def own_settings(directory: CheckpointDirectory, family: Family) -> dict[str, Any]:
+    """config.json of a directory, or of the text model inside it."""
+    names = [family.current_name(name) for name in directory.tensors]
+    return dict(family.settings_in(directory.config, names))
+
+
 def require_enough_tensors(
-    directory: CheckpointDirectory, config: ModelConfig, *, per_layer: int = 1
+    directory: CheckpointDirectory, config: ModelConfig, *, per_layer: int = 1, listed: int = 0
 ) -> None:
-    """Refuse sizes that the files cannot fill, before as many modules are built."""
+    """Refuse sizes that the files cannot fill, before as many modules are built.
+
+    ``listed`` experts per layer have tensors of their own.
+    """
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
     if per_layer * layers > (count := len(directory.tensors)):
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
+    if listed * layers > count:
+        raise ValueError(
+            f"{directory.path} holds {count} tensors, too few for {listed} experts in {layers} "
+            "layers."
+        )
     if config.layers > MAX_LAYERS:  # shared layers need no further tensors
         raise ValueError(
             f"{directory.path} has settings for {config.layers} layers, more than {MAX_LAYERS}."
@@ -130,6 +156,7 @@ def require_enough_tensors(
         "the vocabulary": config.vocabulary,
         "the residual stream": config.width,
         "the MLP": config.mlp_width,
+        "the experts": config.experts,
         "all heads together": config.heads * config.head_width,
     }
     for what, size in sizes.items():

@@ -218,7 +218,7 @@ def _checkpoint(path: Path, root: Path) -> dict[str, Any]:
         row["parameters"] = sum(prod(one.entry.shape) for one in checked.tensors.values())
         row["dtype"] = str(checked.dtype).removeprefix("torch.")
         if not adapter:
-            family_of(checked.model_type, checked.tensors, path)
+            family_of(checked.model_type, checked.tensors, path, checked.config)
     except (ValueError, OSError) as error:
         return row | {"note": str(error)}
     return row | {"note": ""}

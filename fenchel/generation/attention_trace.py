@@ -333,7 +333,7 @@ class PassTrace:
         self._z: dict[tuple[int, int], Tensor] = {}
         self._log_u: dict[tuple[int, int], Tensor] = {}
         config = model.config
-        biased = config.positions in ("alibi", "buckets")
+        biased = config.has_position_bias
         self._plain = not (biased or config.sinks or config.scores == "l2")
         self._wide = torch.promote_types(model.lm_head_weight.dtype, torch.float32)
 

@@ -34,6 +34,7 @@ SUPPORTED = frozenset(
 their default values."""
 CHOICE_SETTINGS = frozenset(("choice", "layer_choices", "beta"))
 POSITIONS = ("rotary", "learned", "none")
+MLPS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu")
 _MODULES = {Transformer, Block, Attention, Mlp, RMSNorm}
 _KNOWN = {*_MODULES, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
 
@@ -65,6 +66,8 @@ def why_not_plain(model: Transformer, *, sparse: bool = False) -> str | None:
         value = getattr(config, field.name)
         if field.name not in supported and value != field.default:
             return f"{field.name} is {value!r}"
+    if config.mlp not in MLPS:
+        return f"mlp is {config.mlp!r}"
     if config.positions not in POSITIONS:
         return f"positions are {config.positions!r}"
     if torch.is_autocast_enabled(table.device.type):

@@ -96,8 +96,8 @@ def _fused(call: DecodeCall) -> str | None:
 
 def _graph(call: DecodeCall) -> str | None:
     config = call.model.config
-    if config.positions in ("alibi", "buckets"):
-        return f"positions={config.positions!r} are computed with the help of the host"
+    if config.has_position_bias:
+        return "the bias of its positions is computed with the help of the host"
     if config.experts:
         return "experts take as many tokens as choose them, which varies from step to step"
     if call.cache != "model":

@@ -179,7 +179,9 @@ def certify_layer(
 
 def why_not(record: BlockRecord) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
-    (module, _), spec = _attention(record), record.call.spec
+    (module, context), spec = _attention(record), record.call.spec
+    if context.query_scale is not None and not bool((context.query_scale == 1).all()):
+        return "scales its queries by their position, for which no bound over a ball is known here"
     if module.l2:
         return "scores by distance, for which no bound over a ball is known here"
     if module.joint_norm:
@@ -199,6 +201,8 @@ def why_no_block(record: BlockRecord) -> str | None:
         return "attends to an encoder, for which no bound over a ball is known here"
     if not isinstance(block.mlp, Mlp):
         return "chooses among experts, for which no bound over a ball is known here"
+    if block.mlp.clamped:
+        return "clamps its gated MLP, for which no bound over a ball is known here"
     return why_not(record)
 
 
@@ -265,6 +269,7 @@ _SLOPES = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 

@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 
 from fenchel.attention import AttentionCall, attend, with_sink
 from fenchel.inspection.trace import Map
+from fenchel.model.mlp import clamped_silu, relu_squared
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.operator import Operator
@@ -86,8 +87,10 @@ def derivative(f: Map, x: Tensor) -> GraphJacobian:
     return GraphJacobian(of_one, x[0])
 
 
-ACTIVATIONS = frozenset({functional.gelu, functional.silu, functional.relu})
-"""Functions of torch that are replaced by their tangents."""
+ACTIVATIONS = frozenset(
+    {functional.gelu, functional.silu, functional.relu, relu_squared, clamped_silu}
+)
+"""Functions that are replaced by their tangents."""
 
 _STEP = 0.6180339887498949  # of the golden ratio: multiples of it never repeat modulo 1
 _AGREES = 1e-5  # of the largest number compared

@@ -16,11 +16,8 @@ from fenchel.data import TextTokenizer
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.our_model import Unsupported, open_known, open_run
 from fenchel.inspection.trace import InspectedModel
-from fenchel.model.families import FAMILIES
 from fenchel.model.families.config_reader import CONFIG
-
-KNOWN = frozenset(family.name for family in FAMILIES)
-"""The families that our own loader reads."""
+from fenchel.model.families.registry import MODEL_TYPES
 
 
 def open_model(folder: str | Path) -> InspectedModel:
@@ -41,7 +38,7 @@ def open_model(folder: str | Path) -> InspectedModel:
 
 def open_checkpoint(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> InspectedModel:
     """By our own loader where it can, else by transformers."""
-    if directory.model_type not in KNOWN:
+    if directory.model_type not in MODEL_TYPES:
         if not _installed():
             raise ValueError(
                 f"the family {directory.model_type!r} is read through transformers: "

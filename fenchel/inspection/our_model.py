@@ -124,7 +124,7 @@ def _family_and_config(directory: CheckpointDirectory) -> tuple[Family, ModelCon
     """The family and its settings, if ours has all that they ask for."""
     where, tensors = directory.config_path, directory.tensors
     try:
-        family = family_of(directory.model_type, tensors, where)
+        family = family_of(directory.model_type, tensors, where, directory.config)
         return family, family.read(directory.config, tensors, where)
     except ValueError as error:
         raise Unsupported(str(error)) from None

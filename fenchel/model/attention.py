@@ -1,7 +1,7 @@
 """Attention layers: self-attention, by dot products or by distance, and cross-attention.
 
     q, k, v = W_q x, W_k x, W_v x                 one product for all three
-    q, k    = rotary(norm(q)), rotary(norm(k))    by the settings
+    q, k    = rotary(norm(q)), rotary(norm(k))    by the settings; q times a factor of its position
     out     = W_o (g * attend(q, k, v))           with an output gate g = sigmoid(W_g x), else g = 1
 
 A gate per head is a sink whose score follows the others, r = log Z - logit g
@@ -86,6 +86,7 @@ class Attention(nn.Module):
         self.scale, self.softcap = config.score_scale, config.softcap
         self.rotary_layout, self.l2 = config.rotary_layout, config.scores == "l2"
         self.rotates, self.joint_norm = config.rotates(layer), config.qk_norm_width == "all"
+        self.query_growth = config.query_growth
         rows = 2 * H * D if self.l2 else (H + 2 * G) * D
         sigma = config.sigma_reparam
         self.qkv = linear_map(config.width, rows, bias=config.has_qkv_bias, sigma=sigma)
@@ -113,6 +114,8 @@ class Attention(nn.Module):
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer
         q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, self.angles(context))
+        if context.query_scale is not None:
+            q_BHTD = q_BHTD * context.query_scale
         key_positions = None
         if context.cache is not None:
             k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)

@@ -56,10 +56,10 @@ class Block(nn.Module):
         super().__init__()
         both, after = config.norm_place in ("both", "after"), config.norm_place == "after"
 
-        def norm_before() -> nn.Module:
-            return nn.Identity() if after else norm(config)
+        def norm_before(*, first: bool = False) -> nn.Module:
+            return nn.Identity() if after or first else norm(config)
 
-        self.attention_norm = norm_before()
+        self.attention_norm = norm_before(first=layer == 0 and not config.first_norm)
         self.attention = Attention(config, layer)
         self.attention_post_norm = norm(config) if both else None
         if config.kind == "encoder-decoder":
@@ -225,7 +225,7 @@ def run_blocks(
 
 def relative_bias_table(config: ModelConfig) -> nn.Embedding | None:
     """The learned bias of T5's distance buckets, (buckets, H), shared by all layers."""
-    return nn.Embedding(config.buckets, config.heads) if config.positions == "buckets" else None
+    return nn.Embedding(config.buckets, config.heads) if config.has_buckets else None
 
 
 def position_bias(

@@ -15,16 +15,17 @@ from fenchel.config import Use, read_with, require_read
 
 LARGEST = 2**24
 """The largest size accepted: a product of two stays far below the limit of a tensor."""
-GATED = ("swiglu", "geglu", "geglu_tanh")
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 _KINDS = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
     "norm": ("rms", "layer"),
+    "norm_parameters": ("all", "gain", "none"),
     "norm_place": ("pre", "post", "both", "after"),
     "qk_norm_width": ("head", "all"),
     "positions": ("rotary", "learned", "sinusoidal", "alibi", "buckets", "none"),
     "rotary_layout": ("half", "pairs"),
-    "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3"),
-    "mlp": (*GATED, "gelu", "gelu_tanh", "relu"),
+    "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3", "longrope"),
+    "mlp": (*GATED, "gelu", "gelu_tanh", "relu", "relu2"),
     "scores": ("dot", "l2"),
     "gate": ("none", "head", "element"),
     "gate_activation": ("sigmoid", "softplus"),
@@ -49,6 +50,7 @@ _POSITIVE_OR_NONE = (
     "rotary_slow",
     "rotary_fast",
     "rotary_attention",
+    "query_growth",
 )
 
 
@@ -83,7 +85,8 @@ class ModelConfig:
     rotary_base: float = 10000.0
     """The slowest pair rotates once in about 2 pi x this many positions."""
     mlp: str = "swiglu"
-    """Gated: "swiglu", "geglu", "geglu_tanh". Plain: "gelu" (exact), "gelu_tanh", "relu"."""
+    """Gated: "swiglu", "geglu", "geglu_tanh", "swiglu_clamped" (gpt-oss). Plain: "gelu" (exact),
+    "gelu_tanh", "relu", "relu2" (its square)."""
     choice: str = "softmax"
     """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
     entmax_alpha: float = 1.5
@@ -93,7 +96,7 @@ class ModelConfig:
     tied: bool = True
     """Use the embedding as the matrix of the LM head."""
     bias: bool = False
-    """Whether linear maps inside a block have a bias."""
+    """Whether linear maps inside a block, and that of ``lm_head_transform``, have a bias."""
     dropout: float = 0.0
     """Probability of dropping a branch's output, an attention weight or an embedding."""
     epsilon: float = 1e-5
@@ -119,6 +122,12 @@ class ModelConfig:
 
     norm_place: str = "pre"
     """"pre" x + f(n(x)), "post" n(x + f(x)), "both" x + n(f(n(x))), "after" x + n(f(x))."""
+    first_norm: bool = True
+    """The norm before the first attention; off where a norm after the embedding serves
+    (ModernBERT)."""
+    norm_parameters: str = "all"
+    """"all" a gain, and a bias in norm="layer"; "gain" no bias (ModernBERT); "none" neither
+    (nanochat)."""
     norm_plus_one: bool = False
     """The gain of an RMS norm is 1 + weight (Gemma), so that weight decay pulls it to 1."""
     final_norm: bool = True
@@ -142,21 +151,32 @@ class ModelConfig:
     rotary_local_base: float | None = None
     """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
     rotary_scaling: str | None = None
-    """Frequency scaling for contexts longer than in training: "linear", "ntk", "yarn", "llama3"."""
+    """Frequency scaling for contexts longer than in training: "linear", "ntk", "yarn", "llama3",
+    "longrope"."""
     rotary_factor: float = 1.0
     """The factor by which ``rotary_scaling`` extends the context."""
     rotary_trained_context: int | None = None
-    """The context of training, for "yarn" and "llama3". None is ``context``."""
+    """The context of training, for "yarn", "llama3" and "longrope". None is ``context``."""
     rotary_slow: float | None = None
     """Rotations within the trained context below which frequencies are divided. None is 1."""
     rotary_fast: float | None = None
     """Rotations above which frequencies stay. None is 32 for "yarn", 4 for "llama3"."""
     rotary_attention: float | None = None
-    """Factor on cos and sin under "yarn". None is 0.1 log(rotary_factor) + 1."""
+    """Factor on cos and sin. None is 0.1 log(rotary_factor) + 1 under "yarn", 1 under
+    "longrope"."""
     rotary_truncate: bool = True
     """Round the ends of the ramp of "yarn" outward to whole pairs."""
+    rotary_short: tuple[float, ...] = ()
+    """Under "longrope" the divisor of each frequency in contexts up to the trained one."""
+    rotary_long: tuple[float, ...] = ()
+    """The same in longer contexts."""
+    query_growth: float | None = None
+    """g of the factor 1 + g log(1 + floor(m / rotary_trained_context)) on the rotated query at
+    position m (Ministral 3). None is a factor of 1."""
+    relative_bias: bool = False
+    """The relative bias of positions="buckets" beside a learned table (MPNet)."""
     buckets: int = 32
-    """Rows of the relative bias under positions="buckets"; a multiple of 4."""
+    """Rows of the relative bias; a multiple of 4."""
     bucket_distance: int = 128
     """Distances from here on share the last bucket."""
 
@@ -188,6 +208,8 @@ class ModelConfig:
     """Experts per token."""
     router: str = "softmax"
     """Choice map of the router, as in ``choice``."""
+    router_normalise: bool = True
+    """Divide the weights of the chosen experts by their sum."""
 
     attention_dropout: float | None = None
     """Probability of dropping an attention weight. None is ``dropout``."""
@@ -236,17 +258,37 @@ class ModelConfig:
             "rotary",
         ),
         Use(("rotary_local_base",), "windows", lambda c: any(c.windows)),
-        Use(("rotary_factor",), "rotary_scaling", lambda c: c.rotary_scaling is not None),
-        read_with(
-            "rotary_trained_context rotary_slow rotary_fast", "rotary_scaling", "yarn", "llama3"
+        Use(
+            ("rotary_factor",),
+            "rotary_scaling",
+            lambda c: c.rotary_scaling not in (None, "longrope"),
         ),
-        read_with("rotary_attention rotary_truncate", "rotary_scaling", "yarn"),
-        read_with("buckets bucket_distance", "positions", "buckets"),
+        read_with("rotary_trained_context", "rotary_scaling", "yarn", "llama3", "longrope"),
+        read_with("rotary_slow rotary_fast", "rotary_scaling", "yarn", "llama3"),
+        read_with("rotary_attention", "rotary_scaling", "yarn", "longrope"),
+        read_with("rotary_truncate", "rotary_scaling", "yarn"),
+        read_with("rotary_short rotary_long", "rotary_scaling", "longrope"),
+        Use(
+            ("query_growth",),
+            "rotary_trained_context",
+            lambda c: c.rotary_trained_context is not None,
+        ),
+        read_with("relative_bias", "positions", "learned"),
+        Use(
+            ("buckets", "bucket_distance"),
+            'positions="buckets" or relative_bias',
+            lambda c: c.has_buckets,
+        ),
         read_with("encoder_layers", "kind", "encoder-decoder"),
         read_with("gate_activation", "gate", "head", "element"),
         read_with("norm_plus_one", "norm", "rms"),
         Use(("qk_norm_width",), "qk_norm", lambda c: c.qk_norm),
-        Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
+        Use(
+            ("experts_per_token", "router", "router_normalise"),
+            "experts",
+            lambda c: c.experts > 0,
+        ),
+        read_with("first_norm", "norm_place", "pre", "both"),
         Use(
             ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),
             "lm_head",
@@ -274,8 +316,9 @@ class ModelConfig:
             _require_whole(name, getattr(self, name), 0)
 
     def _require_patterns(self) -> None:
-        for name in ("windows", "layer_choices", "rotary_layers"):
+        for name in ("windows", "layer_choices", "rotary_layers", "rotary_short", "rotary_long"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("windows", "layer_choices", "rotary_layers"):
             if len(getattr(self, name)) > self.layers:
                 raise ValueError(
                     f"the pattern {name}={getattr(self, name)} is longer than layers={self.layers}."
@@ -338,6 +381,12 @@ class ModelConfig:
                 f"rotary positions need pairs; {self.rotary_width} entries per head are not even; "
                 f"change width={self.width} or heads={self.heads}."
             )
+        for name in ("rotary_short", "rotary_long") if self.rotary_scaling == "longrope" else ():
+            divisors, pairs = getattr(self, name), self.rotary_width // 2
+            if len(divisors) != pairs or not all(0.0 < x < math.inf for x in divisors):
+                raise ValueError(
+                    f"{name} should hold {pairs} numbers above 0, one for each pair of a head."
+                )
         if self.experts and self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than experts={self.experts}."
@@ -355,10 +404,14 @@ class ModelConfig:
             raise ValueError(
                 'scores="l2" leaves scores open to a shift: set softcap=None, sinks=False.'
             )
-        if self.experts and (self.bias or self.sigma_reparam):
-            raise ValueError(
-                "experts are plain linear maps: set bias=False and sigma_reparam=False."
-            )
+        if self.experts and self.sigma_reparam:
+            raise ValueError("experts are plain linear maps: set sigma_reparam=False.")
+        if self.norm == "rms" and self.norm_parameters == "gain":
+            raise ValueError('norm="rms" has no bias; norm_parameters should be "all" or "none".')
+        if self.norm_plus_one and self.norm_parameters == "none":
+            raise ValueError('norm_plus_one=True needs a gain; set norm_parameters="all".')
+        if self.distinct_layers is not None and not self.first_norm:
+            raise ValueError("distinct_layers shares blocks between layers; set first_norm=True.")
         if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):
             raise ValueError('parallel=True needs norm_place="pre", "both" or "after", no encoder.')
 
@@ -381,6 +434,16 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the MLP is gated."""
         return self.mlp in GATED
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether distances have a learned bias by buckets."""
+        return self.positions == "buckets" or self.relative_bias
+
+    @property
+    def has_position_bias(self) -> bool:
+        """Whether scores have a prior over distances: ALiBi's or that of buckets."""
+        return self.positions == "alibi" or self.has_buckets
 
     @property
     def mlp_width(self) -> int:
@@ -436,7 +499,7 @@ class ModelConfig:
                 )
             changes["rotary_scaling"] = rotary_scaling
             changes["rotary_factor"] = max(1.0, context / self.context)
-        if (rotary_scaling or self.rotary_scaling) in ("yarn", "llama3"):
+        if (rotary_scaling or self.rotary_scaling) in ("yarn", "llama3", "longrope"):
             changes["rotary_trained_context"] = self.rotary_trained_context or self.context
         return replace(self, **changes)
 

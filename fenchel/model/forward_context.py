@@ -91,6 +91,8 @@ class ForwardContext:
 
     rotary: tuple[Angles | None, Angles | None] = (None, None)
     """Rotary angles of queries and keys, in layers without a window and in those with one."""
+    query_scale: Tensor | None = None
+    """A factor on rotated queries that grows with their position, (T, 1) or (B, 1, T, 1)."""
     token_mask: Tensor | None = None
     """Which slots hold a token, (B, S); None is all of them."""
     segments: Tensor | None = None

@@ -79,6 +79,9 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
             for weight in (module.gate, module.up, module.down):
                 if weight is not None:
                     _draw(weight, config, generator)
+            for bias in (module.gate_bias, module.up_bias, module.down_bias):
+                if bias is not None:
+                    bias.zero_()
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
             _draw_qkv(module, config, generator)

@@ -1,16 +1,19 @@
 """Feed-forward layers: an MLP, and a mixture of experts.
 
-    plain    down( f(up(x)) )                  f = GELU (exact or by tanh), ReLU
-    gated    down( f(gate(x)) * up(x) )        f = SiLU (SwiGLU), GELU (GeGLU)
+    plain      down( f(up(x)) )                  f = GELU (exact or by tanh), ReLU, ReLU^2
+    gated      down( f(gate(x)) * up(x) )        f = SiLU (SwiGLU), GELU (GeGLU)
+    clamped    down( f(min(g, 7)) * (1 + min(max(u, -7), 7)) )     f(g) = g sigmoid(1.702 g)
 
 GELU(x) = x Phi(x) is the mean of x kept with probability Phi(x); its form by tanh differs by at
-most 4.73e-4. Dropout comes after f, before ``down``.
+most 4.73e-4. Dropout comes after f, before ``down``. The clamped form is that of gpt-oss, with
+g = gate(x) and u = up(x).
 
 **Mixture of experts**: X MLPs, of which each token uses k.
 
     z = W_r x                           scores of the experts, (X,)
     p = choice.weights(z)               as a query chooses among keys
-    y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum
+    y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum,
+                                                         or p_e (``router_normalise`` off)
 
 A sparse choice map may give fewer than k experts any weight; the others are then not computed.
 Tokens are sorted by expert, so that each expert computes its tokens at once: N k rows of work, not
@@ -37,12 +40,38 @@ from functools import partial
 import torch
 from torch import Tensor, nn, split
 from torch.nn.functional import dropout, gelu, linear, relu, silu
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fenchel.choice import by_name
 from fenchel.model.config import ModelConfig
 from fenchel.model.sigma_linear import linear_map
 
 gelu_tanh = partial(gelu, approximate="tanh")
+CLAMP, STEEPNESS = 7.0, 1.702
+"""Constants of gpt-oss."""
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)^2; one function to a mode that replaces activations, as those of torch are.
+
+    >>> relu_squared(torch.tensor([-1.0, 3.0])).tolist()
+    [0.0, 9.0]
+    """
+    if has_torch_function_unary(x):
+        out: Tensor = handle_torch_function(relu_squared, (x,), x)
+        return out
+    return relu(x).square()
+
+
+def clamped_silu(x: Tensor) -> Tensor:
+    """g sigmoid(1.702 g) of g = min(x, 7)."""
+    if has_torch_function_unary(x):
+        out: Tensor = handle_torch_function(clamped_silu, (x,), x)
+        return out
+    g = x.clamp(max=CLAMP)
+    return g * torch.sigmoid(STEEPNESS * g)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": silu,
     "geglu": gelu,
@@ -50,7 +79,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": relu,
+    "relu2": relu_squared,
+    "swiglu_clamped": clamped_silu,
 }
+
+
+def _multiplier(up: Tensor, *, clamped: bool) -> Tensor:
+    """What the activated gate multiplies."""
+    return 1.0 + up.clamp(-CLAMP, CLAMP) if clamped else up
 
 
 class Mlp(nn.Module):
@@ -60,6 +96,7 @@ class Mlp(nn.Module):
         super().__init__()
         M, F, sigma = config.width, config.mlp_width, config.sigma_reparam
         self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
+        self.clamped = config.mlp == "swiglu_clamped"
         self.gate = None
         if config.gated:
             self.gate = linear_map(M, F, bias=config.bias, sigma=sigma)
@@ -70,7 +107,10 @@ class Mlp(nn.Module):
         """(B, T, M) -> (B, T, M)."""
         wide = self.up(x_BTM)
         f = self.activation
-        wide = f(wide) if self.gate is None else f(self.gate(x_BTM)) * wide
+        if self.gate is None:
+            wide = f(wide)
+        else:
+            wide = f(self.gate(x_BTM)) * _multiplier(wide, clamped=self.clamped)
         if self.dropout:
             wide = dropout(wide, self.dropout, self.training)
         narrow: Tensor = self.down(wide)
@@ -78,7 +118,10 @@ class Mlp(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and X experts: gate, up (X, F, M) and down (X, M, F), without biases."""
+    """A router and X experts: gate, up (X, F, M) and down (X, M, F), their biases (X, F), (X, M).
+
+    The biases, and that of the router, are there where linear maps of the block have one.
+    """
 
     balance: Tensor | None
     """The load-balancing loss of the last training batch."""
@@ -88,11 +131,18 @@ class MixtureOfExperts(nn.Module):
         X, M, F = config.experts, config.width, config.mlp_width
         self.per_token = config.experts_per_token
         self.choice = by_name(config.router, alpha=config.entmax_alpha)
+        self.normalise = config.router_normalise
         self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
-        self.router = nn.Linear(M, X, bias=False)
+        self.clamped = config.mlp == "swiglu_clamped"
+        self.router = nn.Linear(M, X, bias=config.bias)
         self.gate = nn.Parameter(torch.empty(X, F, M)) if config.gated else None
         self.up = nn.Parameter(torch.empty(X, F, M))
         self.down = nn.Parameter(torch.empty(X, M, F))
+        self.gate_bias = self.up_bias = self.down_bias = None
+        if config.bias:
+            self.gate_bias = nn.Parameter(torch.zeros(X, F)) if config.gated else None
+            self.up_bias = nn.Parameter(torch.zeros(X, F))
+            self.down_bias = nn.Parameter(torch.zeros(X, M))
         self.balance = None
 
     def forward(self, x_BTM: Tensor) -> Tensor:
@@ -101,7 +151,8 @@ class MixtureOfExperts(nn.Module):
         z_NX = self.router(x_NM)
         p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
         p_Nk, expert_Nk = p_NX.topk(self.per_token, dim=-1)
-        w_Nk = (p_Nk / p_Nk.sum(-1, keepdim=True)).to(x_NM.dtype)
+        w_Nk = p_Nk / p_Nk.sum(-1, keepdim=True) if self.normalise else p_Nk
+        w_Nk = w_Nk.to(x_NM.dtype)
         if self.training:
             self.balance = balance(p_NX, expert_Nk)
         return self._experts(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
@@ -119,12 +170,20 @@ class MixtureOfExperts(nn.Module):
         return y_NM
 
     def _expert(self, e: int, x_nM: Tensor) -> Tensor:
-        wide = linear(x_nM, self.up[e])
+        wide = linear(x_nM, self.up[e], _row(self.up_bias, e))
         f = self.activation
-        wide = f(wide) if self.gate is None else f(linear(x_nM, self.gate[e])) * wide
+        if self.gate is None:
+            wide = f(wide)
+        else:
+            gate = linear(x_nM, self.gate[e], _row(self.gate_bias, e))
+            wide = f(gate) * _multiplier(wide, clamped=self.clamped)
         if self.dropout:
             wide = dropout(wide, self.dropout, self.training)
-        return linear(wide, self.down[e])
+        return linear(wide, self.down[e], _row(self.down_bias, e))
+
+
+def _row(bias: Tensor | None, e: int) -> Tensor | None:
+    return None if bias is None else bias[e]
 
 
 def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:

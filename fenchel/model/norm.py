@@ -26,10 +26,12 @@ from fenchel.model.config import ModelConfig
 
 def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """The norm of the settings, over the width of the stream unless another is given."""
-    kind: type[nn.Module] = nn.LayerNorm
-    if config.norm == "rms":
-        kind = RMSNormPlusOne if config.norm_plus_one else RMSNorm
-    return kind(config.width if width is None else width, eps=config.epsilon)
+    width, gain = config.width if width is None else width, config.norm_parameters != "none"
+    if config.norm == "layer":
+        bias = config.norm_parameters == "all"
+        return nn.LayerNorm(width, config.epsilon, elementwise_affine=gain, bias=bias)
+    kind = RMSNormPlusOne if config.norm_plus_one else RMSNorm
+    return kind(width, eps=config.epsilon, elementwise_affine=gain)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -40,6 +42,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
+        if not self.elementwise_affine:
+            return functional.rms_norm(x, self.normalized_shape, None, self.eps)
         return _rms_norm(x, self.gain, self.eps)
 
     @property

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fenchel.attention import Angles, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, angles
+from fenchel.attention import (
+    Angles,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+    angles,
+)
 from fenchel.attention.rotary import RotaryScaling
 from fenchel.model.config import ModelConfig
 from fenchel.torch_internals import constant_when_compiled
@@ -74,6 +82,9 @@ def scaling(config: ModelConfig) -> RotaryScaling | None:
             return YarnScaling(factor, trained, fast or 32.0, slow, attention, truncate)
         case "llama3":
             return Llama3Scaling(factor, trained, slow, fast or 4.0)
+        case "longrope":
+            divisors = config.rotary_long if config.context > trained else config.rotary_short
+            return LongRopeScaling(divisors, config.rotary_attention or 1.0)
     return None
 
 

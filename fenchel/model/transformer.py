@@ -71,7 +71,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, n) for n in range(config.block_count))
         self.norm = norm(config) if config.final_norm else None
         self.encoder = Encoder(config) if config.kind == "encoder-decoder" else None
-        self.lm_head_proj = nn.Linear(M, E) if config.lm_head_transform else None
+        transform = config.lm_head_transform
+        self.lm_head_proj = nn.Linear(M, E, bias=config.bias) if transform else None
         self.lm_head_norm = norm(config, E) if config.lm_head_transform else None
         width = E if config.lm_head_transform else M
         untied = config.lm_head and not config.tied
@@ -163,6 +164,7 @@ class Transformer(nn.Module):
         shape = {"one_shape": part is None and in_order}
         context = ForwardContext(
             rotary=self._rotary(start, start + T, positions_BT, x_BTM),
+            query_scale=self._query_scale(start, start + T, positions_BT, x_BTM),
             token_mask=token_mask_BS,
             segments=segments_BT,
             position_bias=position_bias(self.config, self.relative_bias, T, start + T, **shape),
@@ -268,6 +270,7 @@ class Transformer(nn.Module):
         x_BSM = self._embed(ids_BS, 0, positions_BS, None)
         context = ForwardContext(
             rotary=self._rotary(0, S, positions_BS, x_BSM),
+            query_scale=self._query_scale(0, S, positions_BS, x_BSM),
             token_mask=token_mask_BS,
             position_bias=position_bias(self.encoder.config, self.encoder.relative_bias, S, S),
             observe=observe,
@@ -378,6 +381,18 @@ class Transformer(nn.Module):
         everywhere, local = self._rotary_tables
         rotary = angles(everywhere)
         return rotary, rotary if self.config.rotary_local_base is None else angles(local)
+
+    def _query_scale(
+        self, start: int, end: int, positions_BT: Tensor | None, x_BTM: Tensor
+    ) -> Tensor | None:
+        """The factor on queries by position, (T, 1) or (B, 1, T, 1); None where it is 1."""
+        growth, trained = self.config.query_growth, self.config.rotary_trained_context
+        if growth is None or trained is None or trained >= self.config.context:
+            return None
+        at = torch.arange(start, end, device=x_BTM.device) if positions_BT is None else positions_BT
+        scale = 1.0 + growth * torch.log1p(at // trained)
+        scale = scale.to(x_BTM.dtype).unsqueeze(-1)
+        return scale if positions_BT is None else scale.unsqueeze(1)
 
     def lm_head_input(self, x_BTM: Tensor) -> Tensor:
         """The output of the last block as the LM head takes it: (B, T, M), or (B, T, E)."""

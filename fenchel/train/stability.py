@@ -70,8 +70,8 @@ class AttentionSettings(Protocol):
     """The settings of a model that decide whether its scores are just scale q.k."""
 
     @property
-    def positions(self) -> str:
-        """The kind of position encoding; "alibi" and "buckets" add a bias to the scores."""
+    def has_position_bias(self) -> bool:
+        """Whether distances add a bias to the scores (ALiBi, T5)."""
 
     @property
     def scores(self) -> str:
@@ -104,8 +104,8 @@ class AttentionModel(Protocol):
 
 def why_not_entropy(config: AttentionSettings) -> str | None:
     """Why the scores of a model are not just scale q.k, or None if they are."""
-    if config.positions in ("alibi", "buckets"):
-        return f'positions="{config.positions}" add to its scores'
+    if config.has_position_bias:
+        return "a bias of positions adds to its scores"
     if config.sinks:
         return "its heads have sinks beside the keys"
     if config.scores != "dot":

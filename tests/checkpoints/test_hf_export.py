@@ -90,7 +90,7 @@ def test_the_directory_is_sealed(tokenizer: TextTokenizer, tmp_path: Path) -> No
         ({"residual_scale": "depth", "qk_norm": True}, "qk_norm=True"),
         ({"scores": "l2", "kv_heads": None}, "scores='l2'"),
         ({"rotary_scaling": "ntk", "rotary_factor": 2.0}, "rotary_scaling='ntk'"),
-        ({"experts": 3, "hidden": 8}, "experts=3"),
+        ({"experts": 3, "hidden": 8}, "qwen3_moe, has no qk_norm=False"),
         ({"windows": (4, 6)}, "windows="),
     ],
 )

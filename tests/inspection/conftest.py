@@ -23,6 +23,8 @@ SIZES = {
 
 
 GROUPED = SIZES | {"num_key_value_heads": 2}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+NEAR = "sliding_attention"
 FAMILIES = {
     "granite": (
         "GraniteForCausalLM",
@@ -33,6 +35,32 @@ FAMILIES = {
     "smollm3": (
         "SmolLM3ForCausalLM",
         GROUPED | {"no_rope_layers": [0, 1], "pad_token_id": 0},
+    ),
+    "roberta": ("RobertaForMaskedLM", SIZES | {"max_position_embeddings": CONTEXT + 2}),
+    "mpnet": ("MPNetForMaskedLM", SIZES | {"max_position_embeddings": CONTEXT + 2}),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        SIZES | TOKENS | {"local_attention": 6, "layer_types": ["full_attention", NEAR]},
+    ),
+    "nanochat": ("NanoChatForCausalLM", GROUPED),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        GROUPED
+        | TOKENS
+        | {
+            "head_dim": 6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 12,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     ),
     "phi3": ("Phi3ForCausalLM", GROUPED | {"sliding_window": 7, "pad_token_id": 0}),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": CONTEXT}),

@@ -22,9 +22,9 @@ from fenchel.inspection import open_model
 from fenchel.inspection.foreign_model import ForeignModel, open_foreign
 from fenchel.inspection.trace import ForwardTrace
 
-FOREIGN = ("opt", "phi", "distilbert")
+FOREIGN = ("opt", "phi")
 """Families that our own loader does not read."""
-FAMILIES = (*FOREIGN, "gpt2", "mistral", "gemma2", "bert")
+FAMILIES = (*FOREIGN, "distilbert", "gpt2", "mistral", "gemma2", "bert")
 
 Save = Callable[[str], Path]
 Eager = Callable[[str], Any]

@@ -29,7 +29,7 @@ from fenchel.sensitivity import spectral_norm
 
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen3", "gemma", "gemma2", "neox", "bloom"),
-    *("bert", "albert"),
+    *("bert", "albert", "modernbert", "nanochat", "ministral3", "qwen3_moe"),
 )
 
 Save = Callable[[str], Path]

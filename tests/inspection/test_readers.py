@@ -29,6 +29,13 @@ OURS = (
     "olmo2",
     "olmo3",
     "smollm3",
+    "distilbert",
+    "roberta",
+    "mpnet",
+    "modernbert",
+    "nanochat",
+    "ministral3",
+    "qwen3_moe",
 )
 THEIRS = (*BOTH, "opt", "phi", "distilbert")
 READERS = [*((open_known, family) for family in OURS), *((open_foreign, f) for f in THEIRS)]

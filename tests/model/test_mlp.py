@@ -31,6 +31,8 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
         0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     ),
     "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x**2 * (x > 0),
+    "swiglu_clamped": lambda x: (g := torch.where(x > 7, 7, x)) / (1 + (-1.702 * g).exp()),
 }
 BY_HAND |= {"gelu": BY_HAND["geglu"], "gelu_tanh": BY_HAND["geglu_tanh"]}
 
@@ -40,12 +42,15 @@ BY_HAND |= {"gelu": BY_HAND["geglu"], "gelu_tanh": BY_HAND["geglu_tanh"]}
 def test_it_is_its_formula(build: Build, kind: str, bias: bool) -> None:
     part = build(mlp=kind, layers=1, bias=bias).blocks[0].mlp
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x[1] *= 50  # beyond what is clamped
 
     def through(layer: torch.nn.Linear, x: Tensor) -> Tensor:
         return x @ layer.weight.T + (layer.bias if bias else 0.0)
 
     f, wide = BY_HAND[kind], through(part.up, x)
     gated = "glu" in kind
+    if kind == "swiglu_clamped":
+        wide = 1 + wide.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0))
     bent = f(through(part.gate, x)) * wide if gated else f(wide)
     assert (part.gate is not None) == gated
     torch.testing.assert_close(part(x), through(part.down, bent))

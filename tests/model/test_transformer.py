@@ -261,7 +261,12 @@ def test_the_masked_language_head_applies_gelu_and_a_norm_before_the_embedding(
     build: Build, ids: Tensor
 ) -> None:
     model = build(
-        kind="encoder", lm_head_transform=True, mlp="gelu", norm="layer", embedding_width=10
+        kind="encoder",
+        lm_head_transform=True,
+        mlp="gelu",
+        norm="layer",
+        embedding_width=10,
+        bias=True,
     )
     seen: list[Tensor] = []
     model.norm.register_forward_hook(lambda _m, _i, out: seen.append(out))

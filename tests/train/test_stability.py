@@ -196,7 +196,7 @@ def test_a_broken_step_scales_nothing_back(small: Callable[..., Any]) -> None:
     [
         ({"qk_norm": True}, {"qk_clip": 1.0}, "qk_norm would undo it"),
         ({"sigma_reparam": True}, {"qk_clip": 1.0}, "sigma_reparam would undo it"),
-        ({"positions": "alibi"}, {"entropy_floor": 1.0}, "alibi"),
+        ({"positions": "alibi"}, {"entropy_floor": 1.0}, "bias of positions"),
         ({"sinks": True}, {"entropy_floor": 1.0}, "sinks"),
     ],
 )

@@ -1,8 +1,8 @@
 """ALBERT: a BERT with layers that share their weights and a narrow embedding with a projection."""
 
-from fenchel.model.families.bert import SETTINGS, lm_head_bias
+from fenchel.model.families.bert import LM_HEAD, SETTINGS, lm_head_bias
 from fenchel.model.families.family import Family
-from fenchel.model.families.setting_rows import PLAIN, constant, only, size, unread, word
+from fenchel.model.families.setting_rows import PLAIN, only, size, unread, word
 from fenchel.model.families.tensor_rows import FUSED_QKV, weight, weight_and_bias
 
 _LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
@@ -15,7 +15,7 @@ ALBERT = Family(
         word("mlp", "hidden_act", PLAIN, "gelu_new"),
         size("embedding_width", "embedding_size"),
         size("distinct_layers", "num_hidden_groups"),
-        constant(lm_head_transform=True, lm_head_bias=True),
+        LM_HEAD,
         only("inner_group_num", 1),
         unread("classifier_dropout_prob", "down_scale_factor", "gap_size", "net_structure_type"),
         unread("num_memory_blocks"),

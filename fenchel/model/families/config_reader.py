@@ -123,6 +123,17 @@ class ConfigReader:
             raise self.wrong(key, value, f"a list of 0 and 1, at least {count}")
         return [int(x) for x in value[:count]]
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self._value(key, None)
+        if not isinstance(value, list):
+            raise self.wrong(key, value, "a list of numbers")
+        each = ConfigReader({key: None}, (), self.where)
+        for number in value:
+            each.settings = {key: number}
+            each.number(key)
+        return tuple(float(number) for number in value)
+
     def only(self, key: str, allowed: Collection[Any]) -> None:
         """Raise ValueError for a value that is present and not one of ``allowed``."""
         value = self._get(key, _MISSING)

@@ -4,6 +4,10 @@ Loading and saving use the same rows, so they cannot disagree. Whether a family 
 ModelConfig needs no list of exceptions: it is written, read back and compared, and what comes back
 different is what the family cannot express.
 
+The directory of a larger model, such as one with an image tower, holds the settings of its text
+model under one key (``inner``) and its tensors under longer names; towers are left out, which a
+notice says, and the text model is written as one of its own.
+
 Besides its own settings a family reads the choice map that ``fenchel attach`` adds to a
 config.json. It writes none, since transformers would silently compute a softmax.
 """
@@ -58,6 +62,12 @@ class Family:
     """Patterns of names that a file may hold and the model does not need: masks, tables."""
     legacy_suffixes: Mapping[str, str] = field(default_factory=dict)
     """Suffixes of names in older files, and their current form."""
+    inner: str = ""
+    """The key of config.json that holds the settings, in the directory of a larger model."""
+    long_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of names in the directory of a larger model, and those of the family."""
+    towers: tuple[str, ...] = ()
+    """Prefixes of the names of its other parts, which are left out."""
     marker: str = ""
     """A tensor that distinguishes this family from others of the same model_type."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -65,17 +75,19 @@ class Family:
 
     def read(self, config: Mapping[str, Any], tensors: Collection[str], where: Path) -> ModelConfig:
         """The ModelConfig of a config.json, given the names of the tensors beside it."""
-        reader = ConfigReader({**self.defaults, **config}, tensors, where)
+        names = [self.current_name(name) for name in tensors]
+        reader = ConfigReader({**self.defaults, **self.settings_in(config, names)}, names, where)
         reader.ignore(HARMLESS)
-        reader.only("quantization_config", (None,))
         ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
         ours |= _attached_choice(reader)
+        if self.inner:
+            self._name_left_out(config, tensors, where)
         if unread := reader.unread_keys():
-            names = ", ".join(printable(key, 40) for key in unread[:_NAMED])
+            listed = ", ".join(printable(key, 40) for key in unread[:_NAMED])
             more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
             verb = "is" if len(unread) == 1 else "are each"
             warnings.warn(
-                f"{where}: {names}{more} {verb} no setting of {self.name} known here; not used.",
+                f"{where}: {listed}{more} {verb} no setting of {self.name} known here; not used.",
                 Notice,
                 stacklevel=3,
             )
@@ -85,6 +97,38 @@ class Family:
             raise ValueError(
                 f"{where} describes an impossible model: {printable(error, 300)}"
             ) from None
+
+    def settings_in(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """The settings of the family in a config.json, given the current names of the tensors.
+
+        In the directory of a larger model the outer settings decide whether the LM head is tied, as
+        in transformers, which then uses an LM head of its own where the files have one.
+        """
+        if not self.inner:
+            return config
+        inner = config.get(self.inner) or {}
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{CONFIG}: {self.inner} should be an object.")
+        given = {key: value for key, value in config.items() if value is not None}
+        own = {key: given[key] for key in given if key in HARMLESS or key == FIELD}
+        tied = False if "lm_head.weight" in names else config.get("tie_word_embeddings", True)
+        own |= {"architectures": [self.architecture], "model_type": self.name}
+        return {**self.defaults, **inner, **own, "tie_word_embeddings": tied}
+
+    def _name_left_out(
+        self, config: Mapping[str, Any], tensors: Collection[str], where: Path
+    ) -> None:
+        """A notice of the settings and tensors that belong to other parts of a larger model."""
+        known = {*HARMLESS, FIELD, self.inner, "tie_word_embeddings"}
+        keys = [printable(key, 40) for key in config if key not in known][:_NAMED]
+        counts = {tower: sum(name.startswith(tower) for name in tensors) for tower in self.towers}
+        parts = [f"{tower}* ({count} tensors)" for tower, count in counts.items() if count]
+        warnings.warn(
+            f"{where}: the text model is read, as {self.name}; left out are "
+            f"{', '.join([*parts, *sorted(keys)]) or 'no other parts'}.",
+            Notice,
+            stacklevel=4,
+        )
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of this family for a ModelConfig; see ``cannot_express``."""
@@ -103,7 +147,7 @@ class Family:
     def _match_all(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
         """The matches of our tensors, and the names of those without one."""
         rows = [row for row in self.tensors if row.when(config)]
-        matches = {name: _match(name, rows) for name in ours}
+        matches = {name: _match(name, rows, config) for name in ours}
         unmatched = [name for name, match in matches.items() if match is None]
         return [match for match in matches.values() if match is not None], unmatched
 
@@ -112,12 +156,21 @@ class Family:
         patterns = {_pattern(name) for row in self.tensors for name in row.theirs}
         return sum(any(one.fullmatch(name) for one in patterns) for name in tensors)
 
+    @property
+    def lists_experts(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return any(_EXPERT in name for row in self.tensors for name in row.theirs)
+
     def is_ignored(self, name: str) -> bool:
         """Whether a file may hold ``name`` although the model does not need it."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        ignored = any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        return ignored or name.startswith(self.towers)
 
     def current_name(self, name: str) -> str:
-        """The current form of a name of an older file."""
+        """The current form of a name of an older file, or of the directory of a larger model."""
+        for long, own in self.long_prefixes.items():
+            if name.startswith(long):
+                return own + name.removeprefix(long)
         for old, new in self.legacy_suffixes.items():
             if name.endswith(old):
                 return name.removesuffix(old) + new
@@ -194,7 +247,7 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     growth = 0.1 * math.log(config.rotary_factor) + 1.0 if config.rotary_factor > 1 else 1.0
     return {
         "rotary_trained_context": config.rotary_trained_context or config.context
-        if blended
+        if blended or config.rotary_scaling == "longrope"
         else None,
         "rotary_slow": config.rotary_slow or 1.0 if blended else None,
         "rotary_fast": config.rotary_fast or fast if blended else None,
@@ -203,18 +256,25 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _match(name: str, rows: Iterable[Row]) -> Match | None:
+def _match(name: str, rows: Iterable[Row], config: ModelConfig) -> Match | None:
     for row in rows:
         if match := _pattern(row.ours).fullmatch(name):
-            theirs = tuple(their_name.format(*match.groups()) for their_name in row.theirs)
+            theirs = tuple(
+                their_name.format(*match.groups(), expert=expert)
+                for their_name in row.theirs
+                for expert in range(config.experts if _EXPERT in their_name else 1)
+            )
             return Match(name, theirs, row.layout)
     return None
 
 
+_EXPERT = "{expert}"
+
+
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A name of the table as a pattern; {} is the number of a layer."""
-    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
+    """A name of the table as a pattern; {} is the number of a layer, {expert} of an expert."""
+    return re.compile(re.escape(name.replace(_EXPERT, "{}")).replace(r"\{\}", r"(\d+)"))
 
 
 _TRAINING = {

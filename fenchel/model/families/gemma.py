@@ -9,7 +9,15 @@ from fenchel.model.config import ModelConfig
 from fenchel.model.families.family import Family
 from fenchel.model.families.llama import NAMES, SIZES
 from fenchel.model.families.rope_settings import rope, rope_with_local_base
-from fenchel.model.families.setting_rows import Setting, Settings, constant, flag, only, word
+from fenchel.model.families.setting_rows import (
+    Setting,
+    Settings,
+    constant,
+    flag,
+    number_or_none,
+    only,
+    word,
+)
 from fenchel.model.families.tensor_rows import Row, weight
 from fenchel.model.families.window_settings import periodic
 
@@ -42,19 +50,13 @@ def _query_scale() -> Setting:
     )
 
 
-def _cap(ours: str, theirs: str, default: float | None) -> Setting:
-    return Setting(
-        lambda c: {ours: c.number_or_none(theirs, default)}, lambda m: {theirs: getattr(m, ours)}
-    )
-
-
 def _later(logits: float | None) -> tuple[Setting, ...]:
     """Settings that Gemma 2 and 3 share, with the default soft cap of the logits."""
     return (
         word("mlp", "hidden_activation", _GATES, "gelu_pytorch_tanh"),
         constant(norm_place="both"),
         _query_scale(),
-        _cap("logit_softcap", "final_logit_softcapping", logits),
+        number_or_none("logit_softcap", "final_logit_softcapping", logits),
         only("hidden_act", "gelu_pytorch_tanh"),
     )
 
@@ -89,7 +91,7 @@ _LATER = {"num_key_value_heads": 4, "sliding_window": 4096}
 GEMMA2 = _family(
     "gemma2",
     "Gemma2ForCausalLM",
-    (*_later(30.0), _cap("softcap", "attn_logit_softcapping", 50.0), rope(), periodic(2)),
+    (*_later(30.0), number_or_none("softcap", "attn_logit_softcapping", 50.0), rope(), periodic(2)),
     *_BOTH_SIDES,
     **_LATER,
 )

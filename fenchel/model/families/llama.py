@@ -1,14 +1,19 @@
 """Llama and its relatives: rotary positions, RMSNorm, gated MLP, grouped heads.
 
-llama     also TinyLlama, SmolLM, SmolLM2
-mistral   a window in every layer, or none
-qwen2     a bias for queries, keys and values only
-qwen3     RMSNorm of queries and keys per head
-granite   factors on the embedding, the branches, the scores and the logits
-olmo2     norms after the branches; RMSNorm of the queries and keys of all heads
-olmo3     and windows in three layers of four, which have a rotary base of their own
-smollm3   every fourth layer without rotation
-phi3      queries, keys and values in one matrix, gate and up in another (Phi-3, Phi-4)
+llama              also TinyLlama, SmolLM, SmolLM2
+mistral            a window in every layer, or none
+ministral3         YaRN, and queries that grow with their position
+qwen2              a bias for queries, keys and values only
+qwen3              RMSNorm of queries and keys per head
+qwen3_moe          and experts, each with tensors of its own
+granite            factors on the embedding, the branches, the scores and the logits
+granitemoehybrid   the same, without experts and without Mamba layers (Granite 4 dense)
+olmo2              norms after the branches; RMSNorm of the queries and keys of all heads
+olmo3              and windows in three layers of four, which have a rotary base of their own
+smollm3            every fourth layer without rotation
+phi3               queries, keys and values in one matrix, gate and up in another (Phi-3, Phi-4)
+gpt_oss            sinks, windows in every second layer, experts with biases and clamped gates
+nanochat           norms without gains, squared ReLU, rotation in the other direction
 """
 
 from typing import Any
@@ -16,7 +21,12 @@ from typing import Any
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
-from fenchel.model.families.rope_settings import partial_rope, rope, rope_with_local_base
+from fenchel.model.families.rope_settings import (
+    partial_rope,
+    rope,
+    rope_parameters,
+    rope_with_local_base,
+)
 from fenchel.model.families.setting_rows import (
     GATED,
     Setting,
@@ -25,6 +35,7 @@ from fenchel.model.families.setting_rows import (
     constant,
     flag,
     number,
+    number_or_none,
     only,
     size,
     size_or_none,
@@ -32,9 +43,17 @@ from fenchel.model.families.setting_rows import (
     word,
 )
 from fenchel.model.families.tensor_rows import (
+    EVEN,
+    EVEN_COLUMNS,
     FIRST_HALF,
+    FLIPPED_QKV,
     FUSED_QKV,
+    ODD,
+    ODD_COLUMNS,
+    SAME,
     SECOND_HALF,
+    STACKED,
+    TRANSPOSED,
     Row,
     weight,
     weight_and_bias,
@@ -42,8 +61,11 @@ from fenchel.model.families.tensor_rows import (
 from fenchel.model.families.window_settings import (
     FULL,
     SLIDING,
+    alternating,
+    per_layer,
     periodic,
     switchable,
+    switchable_everywhere,
     uniform,
 )
 
@@ -135,6 +157,69 @@ def _multipliers() -> Setting:
     return Setting(read, write)
 
 
+def _query_growth() -> Setting:
+    """The factor on queries beyond the trained context, among the rotary parameters."""
+    key = "llama_4_scaling_beta"
+
+    def read(c: ConfigReader) -> Settings:
+        return {"query_growth": rope_parameters(c, _MINISTRAL_ROPE).number(key) or None}
+
+    def write(m: ModelConfig) -> Settings:
+        parameters = _ROPE.write(m)["rope_parameters"]
+        return {"rope_parameters": {**parameters, key: m.query_growth or 0.0}}
+
+    return Setting(read, write)
+
+
+_LONGROPE = dict.fromkeys(("longrope", "su", "yarn"), "longrope")  # all mean the same to Phi-3
+
+
+def _trained_context() -> Setting:
+    """Outside the rotary parameters, where it wins over the same key inside."""
+    key = "original_max_position_embeddings"
+    return Setting(unread(key).read, lambda m: {key: m.rotary_trained_context or m.context})
+
+
+def _rope_or_none() -> Setting:
+    """Granite 4 rotates queries and keys, or has no positions at all."""
+    words = {"rope": "rotary", "nope": "none"}
+
+    def read(c: ConfigReader) -> Settings:
+        settings = _ROPE.read(c)
+        key = "position_embedding_type"
+        positions = c.word(key, words) if c.has(key) else "none"
+        return settings if positions == "rotary" else {"positions": positions}
+
+    def write(m: ModelConfig) -> Settings:
+        kind = "rope" if m.positions == "rotary" else None
+        return {**_ROPE.write(m), "position_embedding_type": kind}
+
+    return Setting(read, write)
+
+
+def _attention_in_all_layers() -> Setting:
+    """Granite 4 without experts and without Mamba layers, which a missing list means."""
+    mamba = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")
+
+    def read(c: ConfigReader) -> Settings:
+        c.ignore([f"mamba_{key}" for key in (*mamba, "conv_bias", "proj_bias")])
+        c.ignore(["time_step_limit"])
+        if (experts := c.integer("num_local_experts", 8, least=0)) > 0:
+            raise c.wrong("num_local_experts", experts, "0: its experts are not read")
+        key = "layers_block_type" if c.has("layers_block_type") else "layer_types"
+        layers = c.layers()
+        kinds = c.words(key, ("attention", FULL, "mamba", "linear_attention"), layers) or ["mamba"]
+        if not {"attention", FULL}.issuperset(kinds):
+            raise c.wrong(key, kinds[0], "attention in every layer; Mamba is not read")
+        return {}
+
+    def write(m: ModelConfig) -> Settings:
+        layers = [FULL for _ in range(m.layers)]
+        return {"num_local_experts": 0, "layer_types": layers, "mamba_n_heads": 1}
+
+    return Setting(read, write)
+
+
 def _rotated(c: ConfigReader, layers: int) -> list[int]:
     """Which layers rotate: ``no_rope_layers`` holds 1 for those that do."""
     every = c.integer("no_rope_layer_interval", 4)
@@ -204,6 +289,20 @@ QWEN3 = _family(
     sliding_window=4096,
 )
 GRANITE = _family("granite", "GraniteForCausalLM", _biases(), _multipliers())
+GRANITE4 = _family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    *(_multipliers(), _attention_in_all_layers(), only("attention_bias", False)),
+    size("hidden", "shared_intermediate_size", default=1024, written="mlp_width"),
+    unread("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    rotary=_rope_or_none(),
+    tensors=(
+        weight("blocks.{}.mlp.gate", "model.layers.{}.shared_mlp.input_linear", FIRST_HALF),
+        weight("blocks.{}.mlp.up", "model.layers.{}.shared_mlp.input_linear", SECOND_HALF),
+        weight("blocks.{}.mlp.down", "model.layers.{}.shared_mlp.output_linear"),
+    ),
+    intermediate_size=11008,  # of experts, which a dense model has none of
+)
 _OLMO = (
     constant(norm_place="after", qk_norm=True, qk_norm_width="all"),
     only("attention_bias", False),
@@ -230,12 +329,122 @@ SMOLLM3 = _family(
     num_key_value_heads=4,
     tie_word_embeddings=True,
 )
+_YARN = {"yarn": "yarn"}
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3 = _family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    *(uniform(), _query_growth()),
+    rotary=rope(types=_YARN, missing=_MINISTRAL_ROPE),
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+)
+NANOCHAT = Family(
+    name="nanochat",
+    architecture="NanoChatForCausalLM",
+    settings=(
+        *SIZES,
+        *(word("mlp", "hidden_act", {"relu2": "relu2"}, "relu2"), only("attention_bias", False)),
+        flag("tied", "tie_word_embeddings", False),
+        number_or_none("logit_softcap", "final_logit_softcapping", 15.0),
+        constant(norm_parameters="none", embedding_norm=True, qk_norm=True),
+        # Theirs normalises after the rotation, which keeps the length of a query where cos and sin
+        # are not scaled.
+        rope(types={"default": "default"}),
+    ),
+    tensors=(
+        Row(
+            "blocks.{}.attention.qkv.weight",
+            tuple(f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkv"),
+            FLIPPED_QKV,
+        ),
+        weight("blocks.{}.mlp.up", "model.layers.{}.mlp.fc1"),
+        weight("blocks.{}.mlp.down", "model.layers.{}.mlp.fc2"),
+        *NAMES,
+    ),
+    prefix="model.",
+    copies=_COPIES,
+    ignored=_IGNORED,
+    defaults={"intermediate_size": 8192},
+)
+_EXPERTS = (unread("router_aux_loss_coef", "output_router_logits"),)
+QWEN3_MOE = _family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    *(switchable_everywhere(), constant(qk_norm=True), only("attention_bias", False)),
+    size("hidden", "moe_intermediate_size", default=768, written="mlp_width"),
+    size("experts", "num_experts", "num_local_experts", default=128),
+    size("experts_per_token", "num_experts_per_tok", default=8),
+    flag("router_normalise", "norm_topk_prob", False),
+    *(only("mlp_only_layers", [], None), only("decoder_sparse_step", 1), *_EXPERTS),
+    tensors=(
+        weight("blocks.{}.mlp.router", "model.layers.{}.mlp.gate"),
+        *(
+            Row(
+                f"blocks.{{}}.mlp.{x}",
+                (f"model.layers.{{}}.mlp.experts.{{expert}}.{x}_proj.weight",),
+                STACKED,
+            )
+            for x in ("gate", "up", "down")
+        ),
+    ),
+    num_key_value_heads=4,
+    sliding_window=4096,
+    intermediate_size=6144,  # of layers without experts
+)
+_OSS = "model.layers.{}.mlp.experts"
+GPT_OSS = _family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    constant(bias=True, sinks=True, mlp="swiglu_clamped"),
+    *(
+        per_layer(alternating, needed=True),
+        only("attention_bias", True),
+        only("hidden_act", "silu"),
+    ),
+    *(only("swiglu_alpha", 1.702), only("swiglu_limit", 7.0)),
+    size("experts", "num_local_experts", "num_experts", default=128),
+    size("experts_per_token", "num_experts_per_tok", "experts_per_token", default=4),
+    *(unread("initial_context_length"), *_EXPERTS),
+    rotary=rope(
+        150000.0,
+        missing={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    tensors=(
+        Row("blocks.{}.attention.sink", ("model.layers.{}.self_attn.sinks",), SAME),
+        *weight_and_bias("blocks.{}.mlp.router", "model.layers.{}.mlp.router"),
+        Row("blocks.{}.mlp.gate", (f"{_OSS}.gate_up_proj",), EVEN_COLUMNS),
+        Row("blocks.{}.mlp.up", (f"{_OSS}.gate_up_proj",), ODD_COLUMNS),
+        Row("blocks.{}.mlp.down", (f"{_OSS}.down_proj",), TRANSPOSED),
+        Row("blocks.{}.mlp.gate_bias", (f"{_OSS}.gate_up_proj_bias",), EVEN),
+        Row("blocks.{}.mlp.up_bias", (f"{_OSS}.gate_up_proj_bias",), ODD),
+        Row("blocks.{}.mlp.down_bias", (f"{_OSS}.down_proj_bias",), SAME),
+    ),
+    num_key_value_heads=8,
+    head_dim=64,
+    sliding_window=128,
+    rms_norm_eps=1e-5,
+)
 PHI3 = _family(
     "phi3",
     "Phi3ForCausalLM",
     *(uniform(), number("dropout", "resid_pdrop", 0.0), unread("embd_pdrop")),
-    *(only("attention_bias", False), unread("original_max_position_embeddings")),  # of longrope
-    rotary=partial_rope(10000.0, 1.0, types={"default": "default"}),
+    *(only("attention_bias", False), _trained_context()),
+    rotary=partial_rope(10000.0, 1.0, types={"default": "default", **_LONGROPE}),
     tensors=(
         weight("blocks.{}.attention.qkv", "model.layers.{}.self_attn.qkv_proj"),
         weight("blocks.{}.mlp.gate", "model.layers.{}.mlp.gate_up_proj", FIRST_HALF),

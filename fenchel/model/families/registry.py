@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ from typing import Any
 from fenchel.files import printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.albert import ALBERT
-from fenchel.model.families.bert import BERT, BERT_BODY
+from fenchel.model.families.bert import (
+    BERT,
+    BERT_BODY,
+    DISTILBERT,
+    DISTILBERT_BODY,
+    MPNET,
+    MPNET_BODY,
+    ROBERTA,
+    ROBERTA_BODY,
+    XLM_ROBERTA,
+    XLM_ROBERTA_BODY,
+)
 from fenchel.model.families.bloom import BLOOM
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.family import Family
@@ -18,25 +30,77 @@ from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
 from fenchel.model.families.llama import (
+    GPT_OSS,
     GRANITE,
+    GRANITE4,
     LLAMA,
+    MINISTRAL3,
     MISTRAL,
+    NANOCHAT,
     OLMO2,
     OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     SMOLLM3,
 )
+from fenchel.model.families.modernbert import MODERNBERT, MODERNBERT_BODY
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, PHI3, OLMO2, OLMO3, SMOLLM3),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
+    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT),
     *(GPT2, GPT_NEOX, BLOOM),
     *(GEMMA, GEMMA2, GEMMA3),
-    *(BERT, BERT_BODY, ALBERT, T5),
+    *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
+    *(MPNET, MPNET_BODY, DISTILBERT, DISTILBERT_BODY, MODERNBERT, MODERNBERT_BODY, ALBERT, T5),
 )
 """In the order in which they are tried for a model to be saved, the most common first."""
+_TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
+    "gemma3": {
+        "gemma3_text": {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        }
+    },
+    "mistral3": {
+        "mistral": {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 131072,
+        },
+        "ministral3": {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 262144,
+        },
+    },
+}
+"""Larger models with a text model inside: its families, the first where none is named, and the
+settings that their classes have, which older files leave out."""
+_LONG_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_TOWERS = tuple(
+    f"{outer}{part}."
+    for part in ("vision_tower", "multi_modal_projector")
+    for outer in ("", "model.")
+)
+MODEL_TYPES = frozenset({*(family.name for family in FAMILIES), *_TEXT_MODELS})
+"""Every model_type that is read."""
 
 
 def family_of(
@@ -47,8 +111,11 @@ def family_of(
 ) -> Family:
     """The family of a model_type; its marker tensor decides between two of the same name.
 
-    ``config`` are the settings of the directory, from which a refusal names an obstacle.
+    ``config`` are the settings of the directory, from which the family of a text model inside a
+    larger one is known, and from which a refusal names an obstacle.
     """
+    if model_type in _TEXT_MODELS:
+        return _text_model(model_type, tensors, where, config or {})
     for family in FAMILIES:
         if family.name == model_type and (not family.marker or family.marker in tensors):
             return family
@@ -58,9 +125,31 @@ def family_of(
     readers = ""
     if _in_transformers(model_type):
         readers = "; fenchel inspect and fenchel attach read it through transformers"
-    names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
+    names = ", ".join(dict.fromkeys([*(family.name for family in FAMILIES), *_TEXT_MODELS]))
     obstacle = "" if config is None else _first_obstacle(config, tensors)
     raise ValueError(f"{kind} is not a known family{readers}.{obstacle} Known are {names}.")
+
+
+def _text_model(
+    model_type: str, tensors: Collection[str], where: Path, config: Mapping[str, Any]
+) -> Family:
+    """The family of the text model inside a larger one, as it is read from its directory."""
+    inner, known = config.get("text_config"), _TEXT_MODELS[model_type]
+    named = inner.get("model_type") if isinstance(inner, Mapping) else None
+    name = next(iter(known)) if named is None else named
+    if name not in known:
+        raise ValueError(
+            f"{where}: the text model of this {model_type} is of {printable(repr(name))}, which is "
+            f"not read; {', '.join(known)} would be."
+        )
+    family = family_of(name, tensors, where)
+    return replace(
+        family,
+        inner="text_config",
+        long_prefixes=_LONG_PREFIXES,
+        towers=_TOWERS,
+        defaults={**known[name], **family.defaults},
+    )
 
 
 def _in_transformers(model_type: str) -> bool:

@@ -3,13 +3,17 @@
     newer   "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
     older   "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
-The newer form is written. Frequencies that depend on the length of the sequence ("dynamic",
-"longrope") are refused: keys in a cache would have to be rotated again.
+The newer form is written. Frequencies that depend on the length of the sequence ("dynamic") are
+refused: keys in a cache would have to be rotated again. "longrope" (Phi-3) has two lists of
+divisors, of which transformers takes the second for a sequence longer than the trained context and
+rotates keys in a cache by the first. A model is read with the trained context and the first list;
+``with_context`` of more takes the second for every length.
 """
 
 import math
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fenchel.files import Notice
@@ -22,12 +26,19 @@ _FRACTION = "partial_rotary_factor"
 _TRAINED = "original_max_position_embeddings"
 
 
-def rope(base: float = 10000.0) -> Setting:
-    """One rotary embedding of whole heads for all layers; ``base`` is the default."""
+def rope(
+    base: float = 10000.0,
+    types: Mapping[str, str] = _TYPES,
+    missing: Mapping[str, Any] = MappingProxyType({}),
+) -> Setting:
+    """One rotary embedding of whole heads for all layers, one of ``types``.
+
+    ``base`` is the default, ``missing`` are the parameters where a file has none.
+    """
 
     def read(c: ConfigReader) -> Settings:
-        parameters = c.part(_key(c))
-        settings = _read_parameters(c, parameters, base)
+        parameters = rope_parameters(c, missing)
+        settings = _read_parameters(c, parameters, base, types=types)
         _require_whole_heads(c, parameters, scaled="rotary_scaling" in settings)
         return settings
 
@@ -41,7 +52,7 @@ def partial_rope(base: float, fraction: float, types: Mapping[str, str] = _TYPES
     """
 
     def read(c: ConfigReader) -> Settings:
-        parameters = c.part(_key(c))
+        parameters = rope_parameters(c)
         older = c.number(_FRACTION, c.number("rotary_pct", fraction))
         settings = {"rotary_fraction": parameters.number(_FRACTION, older)}
         return settings | _read_parameters(c, parameters, base, types=types)
@@ -52,19 +63,27 @@ def partial_rope(base: float, fraction: float, types: Mapping[str, str] = _TYPES
     return Setting(read, write)
 
 
-def rope_with_local_base(base: float, local: float, windows: Setting) -> Setting:
-    """Layers with a window have their own rotary base, ``local`` by default."""
+def rope_with_local_base(
+    base: float,
+    local: float,
+    windows: Setting,
+    older: tuple[str, str] = ("rope_theta", "rope_local_base_freq"),
+) -> Setting:
+    """Layers with a window have their own rotary base, ``local`` by default.
+
+    ``older`` are the keys of the two bases in older files.
+    """
 
     def read(c: ConfigReader) -> Settings:
         parameters, older_full = c.part("rope_parameters"), c.part("rope_scaling").settings
         both = {**parameters.part("full_attention").settings, **older_full}
         full, sliding = ConfigReader(both, (), c.where), parameters.part("sliding_attention")
-        settings = _read_parameters(c, full, base, nested=True) | windows.read(c)
+        base_of_file = c.number(older[0], base)
+        settings = _read_parameters(c, full, base_of_file, nested=True) | windows.read(c)
         _require_whole_heads(c, full, scaled="rotary_scaling" in settings)
         _require_whole_heads(c, sliding, scaled=False)
         sliding.only("rope_type", ("default",))
-        older = c.number("rope_local_base_freq", local)
-        local_base = sliding.number("rope_theta", older)
+        local_base = sliding.number("rope_theta", c.number(older[1], local))
         return settings | ({"rotary_local_base": local_base} if "windows" in settings else {})
 
     def write(m: ModelConfig) -> Settings:
@@ -76,6 +95,14 @@ def rope_with_local_base(base: float, local: float, windows: Setting) -> Setting
         return windows.write(m) | {"rope_parameters": layers}
 
     return Setting(read, write)
+
+
+def rope_parameters(
+    c: ConfigReader, missing: Mapping[str, Any] = MappingProxyType({})
+) -> ConfigReader:
+    """A reader of the parameters, or of ``missing`` where there are none."""
+    parameters = c.part(_key(c))
+    return parameters if parameters.settings else ConfigReader(missing, c.tensors, c.where)
 
 
 def _key(c: ConfigReader) -> str:
@@ -124,6 +151,8 @@ def _read_parameters(
     }
     if kind == "default":
         return settings
+    if kind == "longrope":
+        return settings | _read_longrope(c, parameters)
     settings |= {"rotary_scaling": kind, "rotary_factor": parameters.number("factor")}
     if kind == "linear":
         return settings
@@ -146,9 +175,35 @@ def _read_parameters(
     }
 
 
+def _read_longrope(c: ConfigReader, parameters: ConfigReader) -> Settings:
+    """Lists of divisors, and a factor on cos and sin that grows with the context."""
+    longest = c.integer("max_position_embeddings")
+    trained = c.integer_or_none(_TRAINED) or parameters.integer(_TRAINED, 4096)
+    attention = parameters.number_or_none("attention_factor")
+    if attention is None:
+        factor = parameters.number_or_none("factor") or longest / trained
+        grown = math.log(factor) / math.log(trained) if factor > 1 and trained > 1 else 0.0
+        attention = math.sqrt(1.0 + grown)
+    return {
+        "context": min(longest, trained),
+        "rotary_scaling": "longrope",
+        "rotary_trained_context": trained,
+        "rotary_attention": attention,
+        "rotary_short": parameters.numbers("short_factor"),
+        "rotary_long": parameters.numbers("long_factor"),
+    }
+
+
 def _parameters(m: ModelConfig, base: float) -> dict[str, Any]:
     kind = _TYPES.get(m.rotary_scaling or "", "default")
     parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
+    if m.rotary_scaling == "longrope":
+        return parameters | {
+            "rope_type": "longrope",
+            "short_factor": list(m.rotary_short),
+            "long_factor": list(m.rotary_long),
+            "attention_factor": m.rotary_attention or 1.0,
+        }
     if kind == "default":
         return parameters
     parameters["factor"] = m.rotary_factor

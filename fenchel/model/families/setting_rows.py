@@ -65,6 +65,13 @@ def number(ours: str, theirs: str, default: float) -> Setting:
     )
 
 
+def number_or_none(ours: str, theirs: str, default: float | None) -> Setting:
+    """A finite number or null, such as a soft cap."""
+    return Setting(
+        lambda c: {ours: c.number_or_none(theirs, default)}, lambda m: {theirs: getattr(m, ours)}
+    )
+
+
 def flag(ours: str, theirs: str, default: bool) -> Setting:
     """True or false."""
     return Setting(lambda c: {ours: c.flag(theirs, default)}, lambda m: {theirs: getattr(m, ours)})

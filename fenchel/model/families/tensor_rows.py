@@ -2,11 +2,15 @@
 
     SAME               the same numbers in the same order
     REPEATED           the same numbers twice; the second tensor is the one that is computed with
-    TRANSPOSED         theirs computes x W, ours x W^T (GPT-2)
+    TRANSPOSED         theirs computes x W, ours x W^T (GPT-2, and the experts of gpt-oss)
     FUSED_QKV          queries, keys and values are one matrix here and three there
+    FLIPPED_QKV        and the halves of each query and key change places: theirs rotate backwards
     FUSED_KV           keys and values are one matrix here and two there
     FIRST_HALF,        one tensor there holds the rows of two of ours (gate and up of Phi-3)
     SECOND_HALF
+    EVEN, ODD          and their entries in turn; with _COLUMNS they are transposed too (gpt-oss)
+    STACKED            experts are one tensor here and a list there (Qwen3-MoE)
+    LAST_ROWS          theirs has rows before ours that no position uses (RoBERTa); written as zeros
     INTERLEAVED_QKV    theirs has query, key and value of head 1, then of head 2 (NeoX, BLOOM)
 
 ``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME and the
@@ -30,13 +34,18 @@ class Layout(NamedTuple):
     split: Callable[[Tensor, ModelConfig], list[Tensor]]
     """Ours to theirs."""
     parts: int = 1
-    """How many of ours, equally large, one of theirs holds one after another."""
+    """How many of ours, equally large, one of theirs holds."""
     part: int = 0
     """The number of this one among them."""
+    merge: Callable[[list[Tensor]], Tensor] = torch.cat
+    """What ``split`` gives for all of them, to the one tensor that holds them."""
 
 
 class Row(NamedTuple):
-    """One of our tensors and those of the family that hold it; {} is the number of a layer."""
+    """One of our tensors and those of the family that hold it; {} is the number of a layer.
+
+    A name of theirs with {expert} stands for as many as there are experts.
+    """
 
     ours: str
     theirs: tuple[str, ...]
@@ -47,6 +56,23 @@ class Row(NamedTuple):
 def _split_qkv(ours: Tensor, config: ModelConfig) -> list[Tensor]:
     H, G, D = config.heads, config.groups, config.head_width
     return list(torch.split(ours, [H * D, G * D, G * D]))
+
+
+def _flip(rows: Tensor, D: int) -> Tensor:
+    """Rows of heads of width D, with the halves of each head exchanged."""
+    heads = rows.reshape(-1, 2, D // 2, *rows.shape[1:])
+    return heads.flip(1).reshape(rows.shape)
+
+
+def _join_flipped(theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    q, k, v = theirs
+    D = config.head_width
+    return torch.cat((_flip(q, D), _flip(k, D), v))
+
+
+def _split_flipped(ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    q, k, v = _split_qkv(ours, config)
+    return [_flip(q, config.head_width), _flip(k, config.head_width), v]
 
 
 def _join_interleaved(theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
@@ -63,11 +89,34 @@ SAME = Layout(lambda theirs, _: theirs[0], lambda ours, _: [ours])
 # Copied: safetensors refuses tensors that share memory.
 REPEATED = Layout(lambda theirs, _: theirs[1], lambda ours, _: [ours, ours.clone()])
 # Copied: safetensors needs contiguous tensors.
-TRANSPOSED = Layout(lambda theirs, _: theirs[0].t().contiguous(), lambda ours, _: [ours.t()])
+TRANSPOSED = Layout(lambda theirs, _: theirs[0].mT.contiguous(), lambda ours, _: [ours.mT])
 FUSED_QKV = Layout(lambda theirs, _: torch.cat(list(theirs)), _split_qkv)
+FLIPPED_QKV = Layout(_join_flipped, _split_flipped)
 FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
 FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ours], 2, 0)
 SECOND_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[1], lambda ours, _: [ours], 2, 1)
+
+
+def _every_second(first: int, *, transposed: bool) -> Layout:
+    """Entries of the last axis from ``first`` on; those of the other part lie between them."""
+
+    def join(theirs: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        part = theirs[0][..., first::2]
+        return (part.mT if transposed else part).contiguous()
+
+    def split(ours: Tensor, _: ModelConfig) -> list[Tensor]:
+        return [ours.mT if transposed else ours]
+
+    return Layout(join, split, 2, first, lambda parts: torch.stack(parts, -1).flatten(-2))
+
+
+EVEN, ODD = (_every_second(n, transposed=False) for n in (0, 1))
+EVEN_COLUMNS, ODD_COLUMNS = (_every_second(n, transposed=True) for n in (0, 1))
+STACKED = Layout(lambda theirs, _: torch.stack(list(theirs)), lambda ours, _: list(ours.unbind()))
+LAST_ROWS = Layout(
+    lambda theirs, config: theirs[0][-config.context :],
+    lambda ours, _: [torch.cat((ours.new_zeros(2, ours.shape[1]), ours))],
+)
 INTERLEAVED_QKV = Layout(_join_interleaved, _split_interleaved)
 
 

@@ -25,8 +25,11 @@ def uniform() -> Setting:
     return Setting(read, lambda m: {"sliding_window": m.window(0)})
 
 
-def per_layer(default_types: DefaultTypes) -> Setting:
-    """Layers are listed; ``default_types`` gives the list where an older file has none."""
+def per_layer(default_types: DefaultTypes, *, needed: bool = False) -> Setting:
+    """Layers are listed; ``default_types`` gives the list where an older file has none.
+
+    Some classes of transformers need a width also where no layer has a window.
+    """
 
     def read(c: ConfigReader) -> Settings:
         layers = c.layers()
@@ -36,16 +39,15 @@ def per_layer(default_types: DefaultTypes) -> Setting:
             return {}
         return {"windows": tuple(width if kind == SLIDING else 0 for kind in types)}
 
-    return Setting(read, _write)
+    def write(m: ModelConfig) -> Settings:
+        windows = [m.window(layer) for layer in range(m.layers)]
+        width = next((w for w in windows if w is not None), m.context if needed else None)
+        return {
+            "sliding_window": width,
+            "layer_types": [FULL if w is None else SLIDING for w in windows],
+        }
 
-
-def _write(m: ModelConfig) -> Settings:
-    windows = [m.window(layer) for layer in range(m.layers)]
-    width = next((w for w in windows if w is not None), None)
-    return {
-        "sliding_window": width,
-        "layer_types": [FULL if w is None else SLIDING for w in windows],
-    }
+    return Setting(read, write)
 
 
 def later_layers(c: ConfigReader, layers: int) -> list[str]:
@@ -68,6 +70,26 @@ def switchable(default_types: DefaultTypes = later_layers) -> Setting:
     return Setting(read, write)
 
 
+def switchable_everywhere() -> Setting:
+    """All layers have the window, or, switched off, none (Qwen3-MoE)."""
+    rows = uniform()
+
+    def read(c: ConfigReader) -> Settings:
+        c.ignore(("sliding_window", "max_window_layers"))
+        return rows.read(c) if c.flag("use_sliding_window", False) else {}
+
+    def write(m: ModelConfig) -> Settings:
+        return rows.write(m) | {"use_sliding_window": any(m.windows)}
+
+    return Setting(read, write)
+
+
+def alternating(c: ConfigReader, layers: int) -> list[str]:
+    """Every second layer has the window, the first one too (gpt-oss)."""
+    del c
+    return [FULL if layer % 2 else SLIDING for layer in range(layers)]
+
+
 def periodic(default: int) -> Setting:
     """One layer of every ``default`` has full attention, the others the window (Gemma)."""
 
@@ -76,14 +98,10 @@ def periodic(default: int) -> Setting:
         every = c.integer(key if c.has(key) else f"_{key}", default)
         return [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
 
-    rows = per_layer(default_types)
+    rows = per_layer(default_types, needed=True)
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(("sliding_window_pattern", "_sliding_window_pattern"))
         return rows.read(c)
 
-    def write(m: ModelConfig) -> Settings:
-        settings = rows.write(m)  # transformers needs a width also where no layer has a window
-        return settings | {"sliding_window": settings["sliding_window"] or m.context}
-
-    return Setting(read, write)
+    return Setting(read, rows.write)

@@ -323,6 +323,8 @@ def _refusal(module: nn.Module) -> str | None:
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
     if isinstance(module, QueryKeyLayer) and module.l2:
         return "its scores are not products of queries and keys"
+    if getattr(module, "query_growth", None) is not None:
+        return "its queries have a factor that grows with their position"
     if isinstance(module, nn.MultiheadAttention):
         if module.bias_k is not None or module.add_zero_attn:
             return "add_bias_kv and add_zero_attn append keys that no token makes"

@@ -47,13 +47,52 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+QWEN3_MOE = {
+    **GROUPED,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
 NEAR, ALL = "sliding_attention", "full_attention"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4, **TOKENS}
 BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
+ROBERTA = {**COMMON, "bos_token_id": 0, "pad_token_id": 1, "layer_norm_eps": 1e-3}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", COMMON),
     "bert with three types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
+    "roberta": ("Roberta", ROBERTA),
+    "xlm-roberta": ("XLMRoberta", {**ROBERTA, "type_vocab_size": 1}),
+    "mpnet": ("MPNet", {**ROBERTA, "layer_norm_eps": 1e-3}),
+    "modernbert": (
+        "ModernBert",
+        {
+            **COMMON,
+            "local_attention": 6,
+            "layer_types": [ALL, NEAR, NEAR],
+            "norm_eps": 1e-3,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "rope_parameters": {
+                ALL: {"rope_type": "default", "rope_theta": 7000.0},
+                NEAR: {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
+    ),
+    "distilbert": (
+        "DistilBert",
+        {
+            "vocab_size": 70,
+            "dim": 48,
+            "n_layers": 3,
+            "n_heads": 4,
+            "hidden_dim": 56,
+            "max_position_embeddings": 64,
+            "activation": "relu",
+            **TOKENS,
+        },
+    ),
     "albert": (
         "Albert",
         {**COMMON, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 24},
@@ -107,6 +146,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite 4": (
+        "GraniteMoeHybrid",
+        {
+            **GROUPED,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 0,
+            "layer_types": [ALL, ALL, ALL],
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.7,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.6,
+        },
+    ),
     "olmo2": ("Olmo2", {**GROUPED, "rope_parameters": YARN}),
     "olmo3": (
         "Olmo3",
@@ -129,12 +183,60 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "nanochat": (
+        "NanoChat",
+        {**GROUPED, "final_logit_softcapping": 9.0, "rope_parameters": {"rope_theta": 500.0}},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe with windows, not normalised": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "phi3": (
         "Phi3",
         {
             **GROUPED,
             "sliding_window": 5,
             "rope_parameters": {"rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3 longrope": (
+        "Phi3",
+        {
+            **GROUPED,
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.1, 0.7, 1.3],
+                "long_factor": [3.0, 2.0, 0.5],
+            },
         },
     ),
     "gpt2": ("GPT2", {**GPT2, "n_inner": 56}),
@@ -163,7 +265,8 @@ FAMILIES = {**DECODERS, **ENCODERS, **PAIRS}
 HEADS = {
     "GPT2": "LMHeadModel",
     "Bert": "ForMaskedLM",
-    "Albert": "ForMaskedLM",
+    **dict.fromkeys(("Roberta", "XLMRoberta", "MPNet", "DistilBert"), "ForMaskedLM"),
+    **dict.fromkeys(("ModernBert", "Albert"), "ForMaskedLM"),
     "T5": "ForConditionalGeneration",
 }
 AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}
@@ -288,10 +391,16 @@ def add(path: Path, name: str, **settings: Any) -> None:
     file.write_text(json.dumps({**before, **settings}))
 
 
+def special_ids(path: Path) -> dict[str, int]:
+    """Unusual ids; the id of padding decides the positions of a RoBERTa."""
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    return IDS | ({"pad_token_id": 1} if "roberta" in kind else {})
+
+
 def distinctive(path: Path, *, template: bool) -> None:
     """A tokenizer whose special tokens have unusual names and ids, and settings that name them."""
-    words = [f"w{i}" for i in range(69)]
-    words[11], words[12], words[14] = "<start>", "<stop>", "<fill>"
+    ids, words = special_ids(path), [f"w{i}" for i in range(69)]
+    words[11], words[12], words[ids["pad_token_id"]] = "<start>", "<stop>", "<fill>"
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<start>", "<stop>", "<fill>"])
@@ -304,5 +413,5 @@ def distinctive(path: Path, *, template: bool) -> None:
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
     (path / "tokenizer_config.json").write_text(json.dumps(names | kind))
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    add(path, "config.json", **IDS)
-    add(path, "generation_config.json", **IDS, **SAMPLING)
+    add(path, "config.json", **ids)
+    add(path, "generation_config.json", **ids, **SAMPLING)

@@ -24,7 +24,7 @@ from fenchel.checkpoints.hf_export import write_copy
 from fenchel.checkpoints.tokenizer import end_ids
 from fenchel.data import TextTokenizer
 from fenchel.model.families.family import resolved
-from tests.model.families.conftest import IDS, SAMPLING, TEMPLATE, add, distinctive
+from tests.model.families.conftest import SAMPLING, TEMPLATE, add, distinctive, special_ids
 
 TEXTS = ["the people of these States have peace", "and trade with every nation"] * 5
 
@@ -99,10 +99,11 @@ def test_a_directory_keeps_everything_beside_its_weights(
             save(model, tokenizer, out, dtype=dtype)
     theirs = reload(out, name)
     assert theirs.dtype == dtype
-    assert {key: getattr(theirs.config, key) for key in IDS} == IDS
+    ids = special_ids(path)
+    assert {key: getattr(theirs.config, key) for key in ids} == ids
     assert theirs.config.model_type == json.loads((path / "config.json").read_text())["model_type"]
     generation = transformers.GenerationConfig.from_pretrained(out).to_dict()
-    for key, value in (IDS | SAMPLING).items():
+    for key, value in (ids | SAMPLING).items():
         assert generation[key] == value
     before, after = (
         transformers.PreTrainedTokenizerFast.from_pretrained(folder) for folder in (path, out)
@@ -111,7 +112,7 @@ def test_a_directory_keeps_everything_beside_its_weights(
         assert getattr(after, key) == getattr(before, key)
     assert after.chat_template == TEMPLATE
     begin = [] if name == "llama tied, with biases" else [11]
-    assert after("w1 w2")["input_ids"] == before("w1 w2")["input_ids"] == [*begin, 1, 2]
+    assert after("w3 w4")["input_ids"] == before("w3 w4")["input_ids"] == [*begin, 3, 4]
     assert load(out).tokenizer.begin_ids == begin
     assert end_ids(out, load(out).tokenizer) == (12,)
     if way == "attach":

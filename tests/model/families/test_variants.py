@@ -105,26 +105,41 @@ def test_two_names_for_one_tensor_are_refused(written: Written) -> None:
         load_model(rewrite(written("bert"), twice))
 
 
-@pytest.mark.parametrize("prefix", ["", "bert."])
-def test_a_bert_without_its_head_gives_the_same_stream_and_pool(
-    prefix: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("Bert", ""),
+        ("Bert", "bert."),
+        ("Roberta", ""),
+        ("XLMRoberta", ""),
+        ("DistilBert", ""),
+        ("MPNet", ""),
+        ("ModernBert", ""),
+    ],
+)
+def test_a_body_without_its_head_gives_the_same_stream_and_pool(
+    kind: str, prefix: str, tmp_path: Path
 ) -> None:
-    config = transformers.BertConfig(
-        vocab_size=70,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=56,
-        max_position_embeddings=64,
-        attn_implementation="eager",
+    sizes: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 56,
+    }
+    if kind == "ModernBert":
+        sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "DistilBert":
+        sizes = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 56}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=70, max_position_embeddings=64, attn_implementation="eager", **sizes
     )
     torch.manual_seed(0)
-    theirs = transformers.BertModel(config).eval()
+    theirs = getattr(transformers, f"{kind}Model")(config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     rewrite(tmp_path / "theirs", lambda weights: renamed(weights, "^", prefix))
     ours = load_model(tmp_path / "theirs")
     save(ours, None, tmp_path / "ours")
-    back = transformers.BertModel.from_pretrained(
+    back = getattr(transformers, f"{kind}Model").from_pretrained(
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(back[1].values())
@@ -133,9 +148,65 @@ def test_a_bert_without_its_head_gives_the_same_stream_and_pool(
             stream = ours(IDS, return_hidden=True)
             expected = model(IDS)
         torch.testing.assert_close(stream, expected.last_hidden_state, atol=1e-5, rtol=0)
-        torch.testing.assert_close(ours.pool(stream), expected.pooler_output, atol=1e-5, rtol=0)
+        assert ("pooler_output" in expected) == (ours.pooler is not None)
+        if ours.pooler is not None:
+            torch.testing.assert_close(ours.pool(stream), expected.pooler_output, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="no LM head and hence no logits"):
         ours(IDS)
+
+
+@pytest.mark.parametrize("changes", [{"pad_token_id": 0}, {"pad_token_id": None}])
+def test_positions_of_a_roberta_that_begin_elsewhere_are_refused(
+    changes: dict[str, Any], written: Written
+) -> None:
+    with pytest.raises(ValueError, match=r"pad_token_id=\w+ is a variant that fenchel does not"):
+        load_model(resay(written("roberta"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "says"),
+    [
+        ({"num_local_experts": 4}, (), "num_local_experts=4 should be 0"),
+        ({"layer_types": ["attention", "mamba", "attention"]}, (), "Mamba is not read"),
+        ({}, ("layer_types",), "Mamba is not read"),
+        ({"layer_types": ["attention"] * 3}, (), None),
+    ],
+)
+def test_a_granite_4_is_read_where_all_layers_are_attention(
+    changes: dict[str, Any], drop: tuple[str, ...], says: str | None, written: Written
+) -> None:
+    path = resay(written("granite 4"), drop, **changes)
+    if says is None:
+        load_model(path)
+        return
+    with pytest.raises(ValueError, match=says):
+        load_model(path)
+
+
+def test_a_gate_that_is_clamped_is_computed_as_in_transformers(written: Written) -> None:
+    def enlarge(weights: dict[str, Tensor]) -> None:
+        for name in weights:
+            if name.endswith("experts.gate_up_proj"):
+                weights[name] *= 30
+
+    path = rewrite(written("gpt-oss"), enlarge)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    require_agreement(path, theirs)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_a_sequence_beyond_the_trained_context_has_the_long_list(
+    kind: str, foreign: Foreign, written: Written
+) -> None:
+    path, ids = written("phi3 longrope"), torch.cat((LONG, LONG), 1)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    model = load_model(resay(path, rope_parameters=rope | {"rope_type": kind}))
+    assert (model.config.context, model.config.rotary_short) == (64, (1.1, 0.7, 1.3))
+    with torch.no_grad():
+        expected = foreign("phi3 longrope")(ids).logits
+        torch.testing.assert_close(model.with_context(128)(ids), expected, atol=2e-5, rtol=0)
+        short = model(LONG)
+    assert (short - expected[:, :60]).abs().max() > 1e-3
 
 
 # settings

@@ -20,6 +20,8 @@ from fenchel.model.families import FAMILIES, Family
 from fenchel.model.families.family import _TRAINING
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "context": 64, "width": 32, "layers": 2, "heads": 4}
+YARN = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained_context": 16}
+LLAMA3 = {**YARN, "rotary_scaling": "llama3"}
 LAYER = {"norm": "layer", "bias": True, "mlp": "gelu_tanh"}
 ENCODER = {
     **LAYER,
@@ -34,16 +36,44 @@ ENCODER = {
 GEMMA = {"mlp": "geglu_tanh", "norm_plus_one": True, "embedding_scale": 32**0.5}
 OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_width": "all"}
 HEAD = {"lm_head_transform": True, "lm_head_bias": True}
+MPNET = {"token_types": 0, "relative_bias": True}
+MODERN = {
+    "kind": "encoder",
+    "norm": "layer",
+    "norm_parameters": "gain",
+    "first_norm": False,
+    "embedding_norm": True,
+    "mlp": "geglu",
+    "windows": (0, 3),
+    "rotary_local_base": 50.0,
+}
+DISTIL = {"token_types": 0, "epsilon": 1e-12}
 SMALLEST: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"windows": (5,)},
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
-    "GraniteForCausalLM": {},
+    "GraniteForCausalLM": {"residual_scale": 0.5},
+    "GraniteMoeHybridForCausalLM": {"residual_scale": 0.5},
     "Phi3ForCausalLM": {},
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": {**OLMO, "windows": (5, 0), "rotary_local_base": 50.0},
     "SmolLM3ForCausalLM": {"rotary_layers": (1, 0)},
+    "Ministral3ForCausalLM": {**YARN, "query_growth": 0.5},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "experts": 3},
+    "GptOssForCausalLM": {
+        "bias": True,
+        "sinks": True,
+        "mlp": "swiglu_clamped",
+        "experts": 3,
+        "hidden": 24,
+    },
+    "NanoChatForCausalLM": {
+        "norm_parameters": "none",
+        "embedding_norm": True,
+        "qk_norm": True,
+        "mlp": "relu2",
+    },
     "GPT2LMHeadModel": {**LAYER, "positions": "learned"},
     "GPTNeoXForCausalLM": {**LAYER, "parallel": True},
     "BloomForCausalLM": {**LAYER, "positions": "alibi", "embedding_norm": True},
@@ -52,6 +82,16 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {**GEMMA, "norm_place": "both", "qk_norm": True},
     "BertForMaskedLM": {**ENCODER, **HEAD},
     "BertModel": {**ENCODER, "lm_head": False},
+    "RobertaForMaskedLM": {**ENCODER, **HEAD},
+    "RobertaModel": {**ENCODER, "lm_head": False},
+    "XLMRobertaForMaskedLM": {**ENCODER, **HEAD},
+    "XLMRobertaModel": {**ENCODER, "lm_head": False},
+    "MPNetForMaskedLM": {**ENCODER, **HEAD, **MPNET},
+    "MPNetModel": {**ENCODER, **MPNET, "lm_head": False},
+    "ModernBertForMaskedLM": {**MODERN, **HEAD},
+    "ModernBertModel": {**MODERN, "lm_head": False},
+    "DistilBertForMaskedLM": {**ENCODER, **HEAD, **DISTIL},
+    "DistilBertModel": {**ENCODER, **DISTIL, "lm_head": False},
     "AlbertForMaskedLM": {
         **ENCODER,
         **HEAD,
@@ -67,8 +107,6 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "logit_scale": 32**-0.5,
     },
 }
-YARN = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained_context": 16}
-LLAMA3 = {**YARN, "rotary_scaling": "llama3"}
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"vocabulary": 41},
@@ -83,6 +121,24 @@ CHANGES: tuple[dict[str, Any], ...] = (
     *({"positions": kind} for kind in ("learned", "sinusoidal", "alibi", "none")),
     {"rotary_base": 50.0},
     *({"mlp": kind} for kind in ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu")),
+    *({"mlp": kind} for kind in ("relu2", "swiglu_clamped")),
+    *({"norm_parameters": kind} for kind in ("all", "gain", "none")),
+    {"first_norm": True},
+    {"first_norm": False},
+    {"relative_bias": True},
+    {"relative_bias": False},
+    {
+        "rotary_scaling": "longrope",
+        "rotary_trained_context": 64,
+        "rotary_attention": 1.2,
+        "rotary_short": (1.0, 2.0, 0.5, 3.0),
+        "rotary_long": (2.0, 3.0, 4.0, 5.0),
+    },
+    {"query_growth": None},
+    {"query_growth": 0.5, **YARN},
+    {"router_normalise": False},
+    {"experts": 3, "bias": True},
+    {"experts": 3, "bias": False},
     {"choice": "entmax"},
     {"choice": "entmax", "entmax_alpha": 1.25},
     {"beta": 2.0},
@@ -174,7 +230,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"tied": False, "softcap": 1.0, "windows": (4,)},
     {"kv_heads": 1, "head_size": 12, "windows": (4, 0), "rotary_base": 50.0},
 )
-IDS = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(2, 40, (2, 24), generator=torch.Generator().manual_seed(0))
 FAMILY = {family.architecture: family for family in FAMILIES}
 
 
@@ -194,7 +250,7 @@ def large_weights(config: ModelConfig) -> Transformer:
 
 
 def their_output(family: Family, config: ModelConfig, model: Transformer) -> Tensor:
-    settings = family.write(config) | token_ids(None, config.kind)
+    settings = token_ids(None, config.kind) | family.write(config)
     name = settings.pop("model_type")
     weights = write_weights(dict(model.state_dict()), family, config, None)
     theirs, info = getattr(transformers, family.architecture).from_pretrained(
