@@ -36,6 +36,7 @@ ELSEWHERE = {
     "inspection/recorder": "inspection/test_foreign_model.py",
     "inspection_result": "inspection/test_run.py",
     "inspection/trace": "inspection/test_foreign_model.py",
+    "interpretability/hooked_model": "interpretability/test_intervention.py",
     "kernels/band": "attention/test_prior.py",
     "kernels/primitives": "kernels/test_decode_attention.py",
     "lessons": "lessons/test_notebooks.py",

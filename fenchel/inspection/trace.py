@@ -78,17 +78,19 @@ class ForwardTrace(NamedTuple):
     @property
     def causal(self) -> bool:
         """Whether no token attends to the one behind it, so that the logits predict the next."""
-        for block in self.blocks:
-            q, prior = block.attention.q, block.attention.spec.prior
-            B, H, T, _ = q.shape
-            if T == 1:
-                continue
-            if prior is None:
-                return False
-            ahead = prior.log(T, T, B=B, H=H, device=q.device, rows=slice(0, 1), keys=slice(1, 2))
-            if bool((ahead > -torch.inf).any()):
-                return False
+        return all(is_causal(block.attention) for block in self.blocks)
+
+
+def is_causal(call: AttentionCall) -> bool:
+    """Whether no query of a call attends to the key behind its own."""
+    q, prior = call.q, call.spec.prior
+    B, H, T, _ = q.shape
+    if T == 1:
         return True
+    if prior is None:
+        return False
+    ahead = prior.log(T, T, B=B, H=H, device=q.device, rows=slice(0, 1), keys=slice(1, 2))
+    return not bool((ahead > -torch.inf).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
