@@ -1,4 +1,4 @@
-"""What a model has computed where: lenses on its stream, ablation, patching between prompts."""
+"""What a model has computed where: lenses, ablation, patching, the parts of a score."""
 
 from fenchel.interpretability.ablation import Ablation, ablate
 from fenchel.interpretability.hooked_model import HookedModel, hooked
@@ -6,6 +6,7 @@ from fenchel.interpretability.intervention import Site
 from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
 from fenchel.interpretability.lens_laws import Agreement, Lens, lens
 from fenchel.interpretability.patching import Patch, patch
+from fenchel.interpretability.score_parts import score_parts
 
 __all__ = [
     "Ablation",
@@ -20,4 +21,5 @@ __all__ = [
     "hooked",
     "lens",
     "patch",
+    "score_parts",
 ]

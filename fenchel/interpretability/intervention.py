@@ -46,7 +46,11 @@ Progress = Callable[[str, int, int], None]
 
 
 class Site(NamedTuple):
-    """A place in the forward pass; layers, heads and positions count from 1."""
+    """A place in the forward pass; layers and heads count from 1, positions from 0.
+
+    >>> str(Site("q", 2, 1)), str(Site("stream", 3, None, 7))
+    ('query 2.1', 'stream 3 at 7')
+    """
 
     part: str
     layer: int
@@ -116,7 +120,7 @@ class EditedPass(Taps):
         for row, (site, value, _) in edits:
             assert value is not None
             at: tuple[Any, ...] = (row,) if site.head is None else (row, site.head - 1)
-            at = at if site.position is None else (*at, site.position - 1)
+            at = at if site.position is None else (*at, site.position)
             x[at] = value(x[at])
         return x
 
@@ -202,7 +206,7 @@ def require_site(model: HookedModel, site: Site, heads: int, groups: int, tokens
     count = groups if part in ("k", "v") else heads
     if head is not None and (part not in HEAD_PARTS or not 1 <= head <= count):
         raise ValueError(f"there is no {site}; a layer has {count} of them.")
-    if position is not None and not 1 <= position <= tokens:
+    if position is not None and not 0 <= position < tokens:
         raise ValueError(f"there is no position {position} in a text of {tokens} tokens.")
     if part in BRANCHES and getattr(model.blocks[layer - 1], part) is None:
         raise ValueError(f"the blocks of {model.name} have no separate {part} to change.")

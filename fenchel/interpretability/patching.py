@@ -87,7 +87,7 @@ def patch(
     >>> config = ModelConfig(vocabulary=16, layers=2, heads=2, width=32, initial="xavier")
     >>> model = Transformer(config)
     >>> found = patch(model, [3, 1, 4, 1], [3, 2, 4, 1], ["stream"])
-    >>> {str(e.site): round(e.exact, 4) for e in found.effects}["stream 2 at 4"]
+    >>> {str(e.site): round(e.exact, 4) for e in found.effects}["stream 2 at 3"]
     1.0
     """
     subject = hooked(model)
@@ -158,7 +158,7 @@ def _sites(
         return [Site(part, layer, head) for layer in layers for head in range(1, count + 1)]
     if part == "stream":
         same = next(t for t, (a, b) in enumerate(zip(clean, corrupt, strict=True)) if a != b)
-        places = range(same + 1, len(clean) + 1)
+        places = range(same, len(clean))
         return [Site(part, layer, None, t) for layer in layers for t in places]
     return [Site(part, layer) for layer in layers]
 
@@ -172,7 +172,7 @@ def _edit(site: Site, source: RecordedPass) -> Edit:
     else:
         x = (source.streams[layer] if part == "stream" else source.branches[part, layer])[0]
     x = x if head is None else x[head - 1]
-    x = x if position is None else x[..., position - 1, :]
+    x = x if position is None else x[..., position, :]
     return Edit(site, lambda _: x)
 
 

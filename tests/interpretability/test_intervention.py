@@ -89,7 +89,7 @@ class Foreign:
                 at = slice((site.head - 1) * D, site.head * D)
                 x[..., at] = change(x[..., at])
             elif site.position is not None:
-                x[:, site.position - 1] = change(x[:, site.position - 1])
+                x[:, site.position] = change(x[:, site.position])
             else:
                 x = change(x)
             return x
@@ -261,7 +261,7 @@ def test_every_part_of_our_models_is_changed_as_by_hooks(shape: str) -> None:
         found = logits(Edit(Site("head", layer, 1), torch.zeros_like))
         torch.testing.assert_close(found, wanted)
         assert float((found - base).abs().max()) > 1e-4
-        at = Edit(Site("stream", layer, None, 4), lambda x: x + 1.0)
+        at = Edit(Site("stream", layer, None, 3), lambda x: x + 1.0)
 
         def one(x: Tensor) -> Tensor:
             x = x.clone()
@@ -329,7 +329,7 @@ def test_a_site_that_is_not_there_gets_a_sentence() -> None:
         (Site("q", 1, 5), "there is no query 1.5; a layer has 4"),
         (Site("k", 1, 3), "there is no key 1.3; a layer has 2"),
         (Site("mlp", 1, 1), "there is no mlp 1.1"),
-        (Site("stream", 1, None, 13), "no position 13 in a text of 12"),
+        (Site("stream", 1, None, 12), "no position 12 in a text of 12"),
     ):
         with pytest.raises(ValueError, match=sentence):
             require_site(subject, site, 4, 2, 12)

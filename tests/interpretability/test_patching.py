@@ -14,13 +14,13 @@ def prompts(first: int = 4) -> tuple[list[int], list[int]]:
 
 
 def test_the_stream_before_its_words_mix_carries_all_and_the_rest_nothing() -> None:
-    """After the last layer the last position has everything; position 5 differs, 3 does not."""
+    """After the last layer the last position has everything; position 4 differs, 2 does not."""
     clean, corrupt = prompts()
     found = patch(build(), clean, corrupt, ["stream"])
     share = {effect.site: effect.exact for effect in found.effects}
-    assert share[Site("stream", L, None, T)] == pytest.approx(1.0, abs=1e-6)
-    assert share[Site("stream", L, None, T - 1)] == pytest.approx(0.0, abs=1e-6)
-    assert min(site.position or 0 for site in share) == 5
+    assert share[Site("stream", L, None, T - 1)] == pytest.approx(1.0, abs=1e-6)
+    assert share[Site("stream", L, None, T - 2)] == pytest.approx(0.0, abs=1e-6)
+    assert min(site.position or 0 for site in share) == 4
     everywhere = patch(build(), clean, corrupt, [Site("stream", 1), Site("stream", 1, None, 2)])
     share = {effect.site: effect.exact for effect in everywhere.effects}
     assert share[Site("stream", 1)] == pytest.approx(1.0, abs=1e-6)
