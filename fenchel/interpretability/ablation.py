@@ -108,7 +108,7 @@ def ablate(
         return flat.view(B, T - 1).mean(1)
 
     edits = [_edit(site, to, choice) for site in chosen]
-    found = effects(subject, ids, edits, loss, exact=exact, progress=progress)
+    found = effects(subject, ids, edits, loss, stationary=True, exact=exact, progress=progress)
     return Ablation(
         base=found.base,
         effects=found.effects,

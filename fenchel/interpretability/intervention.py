@@ -15,6 +15,11 @@ site itself misses a saturated choice, whose derivative is near zero however far
 ``effects`` ranks all sites by their estimates, runs the largest of each kind exactly, or all of
 them where that is cheap, and states how far the two agree.
 
+A loss that training has made stationary needs one thing more. Its derivative in the scale of any
+part is then zero on the training text, so the estimates of removing a part cancel over the
+positions although the part is needed. The rank of a site is there |estimate| + spread, with spread
+the root of the sum of the squares of what the positions contribute to it.
+
 B rows, T tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
 """
 
@@ -130,6 +135,8 @@ class Effect(NamedTuple):
 
     site: Site
     estimate: float
+    spread: float
+    """Root of the sum of the squares of what the positions contribute to the estimate."""
     exact: float | None
     """None where it was not run."""
 
@@ -140,22 +147,22 @@ class Effect(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """The effect as plain values."""
-        return {**self.site._asdict(), "estimate": self.estimate, "exact": self.exact}
+        return {**self.site._asdict(), **self._asdict(), "site": str(self.site)}
 
 
 class RankAgreement(NamedTuple):
-    """Estimates against exact effects, over the sites of a part that were run."""
+    """The ranking and the estimates against exact effects, over the sites that were run."""
 
     part: str
     sites: int
     run: int
     """Sites that were run exactly."""
     spearman: float | None
-    """Rank correlation of the absolute effects; None for fewer than three sites."""
+    """Rank correlation with the absolute effects; None for fewer than three sites."""
     shared: float
     """Share of the ten largest, or of the larger half, that the two have in common."""
     error: float
-    """Mean absolute difference over the mean absolute effect."""
+    """Mean absolute difference of estimate and effect over the mean absolute effect."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,23 +181,31 @@ def effects(
     edits: Sequence[Edit],
     metric: Metric,
     *,
+    stationary: bool = False,
     exact: int | None = None,
     progress: Progress | None = None,
 ) -> Effects:
-    """The effect of every edit on a metric; ``exact`` of each part are run, or all where cheap."""
+    """The effect of every edit on a metric; ``exact`` of each part are run, or all where cheap.
+
+    ``stationary`` says that the metric is a loss that training has minimised.
+    """
     if not edits:
         raise ValueError("there is no site to change.")
     base, estimates = _estimates(model, ids, edits, metric)
     cheap = 2.0 * model.parameters * len(ids) * len(edits) <= _CHEAP
     most = (len(edits) if cheap else EXACT) if exact is None else exact
+    ranks = [abs(estimate) + stationary * spread for estimate, spread in estimates]
     of_part: defaultdict[str, list[int]] = defaultdict(list)
-    for n in sorted(range(len(edits)), key=lambda n: -abs(estimates[n])):
+    for n in sorted(range(len(edits)), key=lambda n: -ranks[n]):
         of_part[edits[n].site.part].append(n)
     chosen = sorted(n for places in of_part.values() for n in places[:most])
     values = _exact(model, ids, [edits[n] for n in chosen], metric, progress)
     found = dict(zip(chosen, (value - base for value in values), strict=True))
-    results = [Effect(e.site, estimates[n], found.get(n)) for n, e in enumerate(edits)]
-    agreement = [_agreement([results[n] for n in places]) for places in of_part.values()]
+    results = [Effect(e.site, *estimates[n], found.get(n)) for n, e in enumerate(edits)]
+    agreement = [
+        _agreement([results[n] for n in places], [ranks[n] for n in places])
+        for places in of_part.values()
+    ]
     # What was run comes first: an estimate may be large and wrong.
     results.sort(key=lambda effect: (effect.exact is None, -effect.size))
     return Effects(base=base, effects=results, agreement=agreement)
@@ -235,8 +250,8 @@ def _exact(
 
 def _estimates(
     model: HookedModel, ids: Sequence[int], edits: Sequence[Edit], metric: Metric
-) -> tuple[float, list[float]]:
-    """The metric, and <df/dy, y_s - y> of every edit."""
+) -> tuple[float, list[tuple[float, float]]]:
+    """The metric, and <df/dy, y_s - y> of every edit with its spread over positions."""
     recorded = RecordedPass(grad=True)
     with torch.enable_grad():
         value = metric(_wide(model.logits(model.batch(ids), recorded)))[0]
@@ -249,7 +264,7 @@ def _estimates(
     tensors = list({id(y): y for y in sites.values()}.values())
     found = torch.autograd.grad(value, tensors, allow_unused=True)
     gradients = dict(zip(map(id, tensors), found, strict=True))
-    results = [0.0] * len(edits)
+    results = [(0.0, 0.0)] * len(edits)
     with torch.no_grad():
         for (part, layer), group in numbered.items():
             y = sites[part, layer]
@@ -260,9 +275,11 @@ def _estimates(
             for first in range(0, len(group), rows):
                 some = group[first : first + rows]
                 new = _edited([edits[n] for n in some], recorded, part, layer, y.detach())
-                change = ((new - y.detach()).double() * g.double()).flatten(1).sum(1)
-                for n, x in zip(some, change.tolist(), strict=True):
-                    results[n] = x
+                change = ((new - y.detach()).double() * g.double()).sum(-1)
+                change_BT = change.sum(1) if change.dim() == 3 else change
+                sums = torch.stack((change_BT.sum(1), change_BT.norm(dim=1)), 1).tolist()
+                for n, (estimate, spread) in zip(some, sums, strict=True):
+                    results[n] = estimate, spread
     return float(value.detach()), results
 
 
@@ -293,19 +310,20 @@ def _edited(
     return edited.stream(layer, y) if part == "stream" else edited.branch(part, layer, y)
 
 
-def _agreement(results: Sequence[Effect]) -> RankAgreement:
+def _agreement(results: Sequence[Effect], ranks: Sequence[float]) -> RankAgreement:
     run = [effect for effect in results if effect.exact is not None]
+    rank = torch.tensor(ranks[: len(run)], dtype=torch.float64)  # the largest were run
     exact = torch.tensor([effect.exact or 0.0 for effect in run], dtype=torch.float64)
     estimate = torch.tensor([effect.estimate for effect in run], dtype=torch.float64)
     ten = min(10, max(1, len(run) // 2))
-    orders = (x.abs().argsort(descending=True, stable=True) for x in (exact, estimate))
+    orders = (x.abs().argsort(descending=True, stable=True) for x in (exact, rank))
     tops = [set(order[:ten].tolist()) for order in orders]
     size = float(exact.abs().mean()) if run else 0.0
     return RankAgreement(
         results[0].site.part,
         len(results),
         len(run),
-        _spearman(exact.abs(), estimate.abs()) if len(run) > 2 else None,
+        _spearman(exact.abs(), rank) if len(run) > 2 else None,
         len(tops[0] & tops[1]) / ten if run else 0.0,
         float((exact - estimate).abs().mean()) / size if size > 0.0 else 0.0,
     )

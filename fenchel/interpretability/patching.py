@@ -131,6 +131,7 @@ def patch(
         effects=[
             effect._replace(
                 estimate=scale * effect.estimate,
+                spread=abs(scale) * effect.spread,
                 exact=None if effect.exact is None else scale * effect.exact,
             )
             for effect in found.effects

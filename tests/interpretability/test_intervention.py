@@ -309,15 +309,27 @@ def test_the_largest_estimates_are_run_and_come_first() -> None:
     assert len(run) == 6
     assert some.effects[:6] == run
     exact = {effect.site: effect.exact for effect in whole.effects}
-    largest = sorted(
-        (e for e in whole.effects if e.site.part == "head"), key=lambda e: -abs(e.estimate)
-    )[:2]
+    heads = [e for e in whole.effects if e.site.part == "head"]
+    largest = sorted(heads, key=lambda e: -(abs(e.estimate) + e.spread))[:2]
     assert {e.site for e in run if e.site.part == "head"} == {e.site for e in largest}
     for effect in run:
         assert effect.exact == pytest.approx(exact[effect.site], abs=1e-9)
     by_part = {row.part: row for row in some.agreement}
     assert (by_part["head"].sites, by_part["head"].run) == (6, 2)
     assert by_part["head"].spearman is None
+
+
+def test_the_spread_is_that_of_single_positions() -> None:
+    """Removing a part at one position at a time gives the contributions that a loss may cancel."""
+    model, ids = build(), draw(1)
+    places = [Edit(Site("stream", 2, None, t), torch.zeros_like) for t in range(T)]
+    whole = [Edit(Site("stream", 2), torch.zeros_like)]
+    found = effects(hooked(model), ids, [*places, *whole], lambda z: z.square().mean((1, 2)))
+    by_site = {e.site: e for e in found.effects}
+    single = torch.tensor([by_site[e.site].estimate for e in places])
+    together = by_site[whole[0].site]
+    assert together.estimate == pytest.approx(float(single.sum()), rel=1e-5)
+    assert together.spread == pytest.approx(float(single.norm()), rel=1e-5)
 
 
 def test_a_site_that_is_not_there_gets_a_sentence() -> None:
