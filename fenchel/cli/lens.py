@@ -105,7 +105,7 @@ def run(
 
         from fenchel.inspection import open_model
         from fenchel.inspection.trace import tokenize_text
-        from fenchel.interpretability import JacobianLens, hooked
+        from fenchel.interpretability import JacobianLens, fit_lens, hooked
         from fenchel.interpretability import lens as read
 
         on, _ = device_and_dtype(device)
@@ -121,12 +121,16 @@ def run(
             did = f"The lens is that of {printable(lens, 4096)}"
         else:
             source = _Source(subject, fit or text, 0 if fit else len(words.ids), words.ids)
-            fitted, did = _fit(
-                model, source, kind, stretches, asked=bool(fit or save), console=console
-            )
+            asked = kind == "jacobian" or fit is not None or save is not None
+            fitted = None
+            if (why := _why_not(model, source, kind, seconds, asked=asked)) is None:
+                texts, did = source.stretches(_affordable(model, source, stretches, asked=asked))
+                skip = min(16, len(texts[0]) // 4)
+                fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
+                about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source.text}"
+                fitted = replace(fitted, about=about)
         if fitted is None:
-            guess = 2.0 * seconds * model.width
-            did += f" about {_time(guess)} for each stretch; --kind jacobian fits it all the same."
+            did = f"Only the logit lens is shown: {why}"
         else:
             console.progress("reading the layers", 0, 0)
             did += f", from {_count(fitted.texts)} with {fitted.positions} positions in all."
@@ -154,20 +158,22 @@ class _Source:
     def __init__(
         self, subject: "InspectedModel", text: str, skipped: int, own: Sequence[int]
     ) -> None:
-        self.subject, self.text, self.skipped, self.own = subject, text, skipped, list(own)
+        self.subject, self.text, self.skipped, self.own = subject, printable(text), skipped, own
+        self.path = text
         self.length = min(_TOKENS, subject.context or _TOKENS)
-        self.skip = min(16, self.length // 4)
 
-    def stretches(self, count: int) -> tuple[list[list[int]], bool]:
-        """At most so many, and whether they are other tokens than those that are shown."""
-        found = list(self._windows(count))
-        return (found, True) if found else ([self.own], False)
+    def stretches(self, count: int) -> tuple[list[list[int]], str]:
+        """At most so many, and what they are."""
+        if found := list(self._windows(count)):
+            where = f"{self.text} after these tokens" if self.skipped else self.text
+            return found, f"The lens is fitted to {where}"
+        return [list(self.own)], "The lens is fitted to these tokens themselves"
 
     def _windows(self, count: int) -> Iterator[list[int]]:
         from fenchel.data import open_text
 
         ids, left = list[int](), self.skipped
-        for document in open_text(self.text).documents():
+        for document in open_text(self.path).documents():
             ids += self.subject.encode(document.text, first=not ids)
             cut = min(left, len(ids))
             ids, left = ids[cut:], left - cut
@@ -178,37 +184,31 @@ class _Source:
                 return
 
 
-def _fit(
-    model: "HookedModel",
-    source: _Source,
-    kind: Kind | None,
-    stretches: int,
-    *,
-    asked: bool,
-    console: Console,
-) -> "tuple[JacobianLens | None, str]":
-    """A lens, or None where it would take long and was not asked for; and what was done."""
-    from fenchel.interpretability import fit_lens
+def _affordable(model: "HookedModel", source: _Source, stretches: int, *, asked: bool) -> int:
+    """So many stretches, or fewer where nobody asked for a fit that takes long."""
     from fenchel.interpretability.jacobian_lens import fit_flops
 
-    none = "Only the logit lens is shown."
+    quick = int(_QUICK.get(model.device.type, 1e12) // fit_flops(model, source.length))
+    return stretches if asked else min(stretches, quick)
+
+
+def _why_not(
+    model: "HookedModel", source: _Source, kind: Kind | None, seconds: float, *, asked: bool
+) -> str | None:
+    """Why no lens is fitted; None where it is."""
     if kind == "logit":
-        return None, f"{none} A Jacobian lens takes"
+        return "--kind logit."
     if model.layers < 2:
-        raise ValueError("a model of one layer has no stream between its layers to look at.")
-    affordable = int(_QUICK.get(model.device.type, 1e12) // fit_flops(model, source.length))
-    if kind is None and not asked:
-        if affordable < 2:
-            return None, f"{none} A Jacobian lens of this model takes"
-        stretches = min(stretches, affordable)
-    texts, other = source.stretches(stretches)
-    skip = source.skip if other else min(16, len(texts[0]) // 4)
-    name = printable(source.text)
-    what = f"{name} after these tokens" if source.skipped else name
-    did = f"The lens is fitted to {what if other else 'these tokens themselves'}"
-    fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
-    about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {name}"
-    return replace(fitted, about=about), did
+        if asked:
+            raise ValueError("a model of one layer has no stream between its layers to look at.")
+        return "the model has one layer, whose law is its own."
+    if not asked and _affordable(model, source, 2, asked=False) < 2:
+        took = _time(2.0 * seconds * model.width)
+        return (
+            f"a Jacobian lens takes about {took} per stretch of {source.length} tokens here; "
+            "--kind jacobian fits one, and --save keeps it."
+        )
+    return None
 
 
 def _record(
