@@ -78,7 +78,7 @@ class ForeignModel(InspectedModel):
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
         with one_sentence(f"read this text with this {self.family!r} model"):
-            self._require_agreement(ids[:, :_CHECKED])
+            self.require_agreement(ids)
             recorder, logits = self.record(ids)
         blocks = recorder.block_traces()
         if logits is None:
@@ -152,8 +152,9 @@ class ForeignModel(InspectedModel):
         return lm_head
 
     @torch.no_grad()
-    def _require_agreement(self, ids: Tensor) -> None:
+    def require_agreement(self, ids: Tensor) -> None:
         """Refuse a model whose own attention is more than our softmax, whatever map it has now."""
+        ids = ids[:, :_CHECKED]
         with narrow_windows(self.model, ids.shape[1]):
             with attach(self.model, SOFTMAX, observer=self.listener.observe, backend="blocked"):
                 ours = first_of(self.model(input_ids=ids, **BARE).to_tuple())

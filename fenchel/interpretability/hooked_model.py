@@ -183,6 +183,9 @@ class _HookedForeign(HookedModel):
     def logits(self, ids_BT: Tensor, taps: Taps) -> Tensor:
         T = ids_BT.shape[1]
         if T not in self._specs:  # an override of transformers is not given the mask of its call
+            if not self._specs:
+                with one_sentence(f"read this text with this {self.subject.family!r} model"):
+                    self.subject.require_agreement(ids_BT[:1])
             self._specs[T] = [record.call.spec for record in self._records(ids_BT[:1])]
         return super().logits(ids_BT, taps)
 

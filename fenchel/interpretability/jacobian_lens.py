@@ -291,7 +291,8 @@ def fit_lens(
     if skip < 0:
         raise ValueError(f"skip={skip} should not be negative.")
     M, L, device = subject.width, subject.layers, subject.device
-    sums = [torch.zeros(*shape, device=device) for shape in ((L - 1, M, M), (L, M))]
+    wide = torch.promote_types(subject.dtype, torch.float32)
+    sums = [torch.zeros(*s, device=device, dtype=wide) for s in ((L - 1, M, M), (L, M))]
     total = torch.zeros(L - 1, dtype=torch.float64, device=device)  # of |J|^2 over texts
     squares, n, positions = total.clone(), 0, 0
     for ids in texts:

@@ -64,9 +64,9 @@ def test_the_matrices_are_those_of_autograd(shape: str) -> None:
             squares.append(later_isj.square().sum((0, 2)).mean())
             own.append(streams(model, ids)[layer - 1][0, inside].mean(0))
         J = torch.stack(wanted).mean(0)
-        torch.testing.assert_close(fitted.jacobians[layer].double(), J, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(fitted.jacobians[layer], J, rtol=1e-9, atol=1e-9)
         mean = torch.stack(own).mean(0)
-        torch.testing.assert_close(fitted.mean_in[layer].double(), mean, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(fitted.mean_in[layer], mean, rtol=1e-9, atol=1e-9)
         spread = torch.stack(wanted).sub(J).square().sum((1, 2)).sum().sqrt() / J.norm()
         assert fitted.spread_texts[layer] == pytest.approx(float(spread), rel=1e-4)
         assert fitted.error(layer) == pytest.approx(float(spread) / 2**0.5, rel=1e-4)
@@ -74,14 +74,12 @@ def test_the_matrices_are_those_of_autograd(shape: str) -> None:
         assert fitted.spread_positions[layer] == pytest.approx(float(over), rel=1e-4)
     last = [streams(model, ids)[-1][0, skip : len(ids) - 1].mean(0) for ids in texts]
     assert fitted.mean_out is not None
-    torch.testing.assert_close(
-        fitted.mean_out.double(), torch.stack(last).mean(0), rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(fitted.mean_out, torch.stack(last).mean(0), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
 def test_the_two_read_outs() -> None:
-    fitted, x = fit_lens(build(), [draw(1)], skip=2), torch.randn(4, M)
+    fitted, x = fit_lens(build(), [draw(1)], skip=2), torch.randn(4, M).double()
     J, mean = fitted.jacobians[2], fitted.mean_in[2]
     assert fitted.mean_out is not None
     torch.testing.assert_close(fitted.read(2, x, offset=False), x @ J.T)
@@ -99,7 +97,7 @@ def test_a_linear_model_is_read_exactly() -> None:
             p.detach().zero_()
     fitted = fit_lens(model, [draw(1), draw(2)], skip=2)
     for layer in (1, 2):
-        torch.testing.assert_close(fitted.jacobians[layer], torch.eye(M))
+        torch.testing.assert_close(fitted.jacobians[layer], torch.eye(M, dtype=torch.float64))
         assert fitted.spread_texts[layer] == fitted.spread_positions[layer] == 0.0
 
 
