@@ -295,6 +295,11 @@ class ScoreParts:
         return self.score - self.mean
 
     @property
+    def above_others(self) -> float:
+        """The score less the mean of the other keys: contrast / (1 - weight)."""
+        return self.contrast / (1.0 - self.weight) if self.weight < 1.0 else math.nan
+
+    @property
     def by_query(self) -> list[float]:
         """What each part of the query's stream contributes."""
         return [math.fsum(row) for row in self.pairs]

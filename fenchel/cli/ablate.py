@@ -14,11 +14,11 @@ from fenchel.cli.console import (
     Json,
     Whole,
     device_and_dtype,
+    plain_table,
     require_inputs,
     text_path,
 )
 from fenchel.cli.inspect import require_page, show
-from fenchel.cli.inspection_tables import plain_table
 
 PAGE = Path("ablation.html")
 _ROWS = 20

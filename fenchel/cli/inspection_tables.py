@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fenchel.cli.console import plain_table
 from fenchel.files import printable
 from fenchel.inspection_result import (
     BlockResult,
@@ -100,7 +100,8 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
     )
     legend = (
         f"weight {why.weight:.3f}; score {why.score:.3f}, by {why.contrast:+.3f} from the mean "
-        f"score of the query, {why.mean:.3f}: what each part of the two streams adds to that. "
+        f"score of the query, {why.mean:.3f} (by {why.above_others:+.2f} from that of its other "
+        "keys): what each part of the two streams adds to that. "
         f"Pairs of parts have absolute values of {why.size:.3g} in all; remainder "
         f"{why.remainder:.1g}"
     )
@@ -113,21 +114,6 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
     rows = sorted(both, key=lambda row: -max(abs(row[1]), abs(row[2])))
     for name, query, key in rows[:_PARTS]:
         table.add_row(name, f"{query:+.3f}", f"{key:+.3f}")
-    return table
-
-
-def plain_table(title: str, headings: Iterable[str] = (), caption: str | None = None) -> Table:
-    """A table of columns to the right, in the form of all results."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

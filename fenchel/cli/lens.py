@@ -17,11 +17,11 @@ from fenchel.cli.console import (
     Json,
     Whole,
     device_and_dtype,
+    plain_table,
     require_inputs,
     text_path,
 )
 from fenchel.cli.inspect import require_page, show
-from fenchel.cli.inspection_tables import plain_table
 from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PAGE = Path("lens.html")
 Kind = Literal["logit", "jacobian"]
 _STRETCHES = 8  # of a text, to fit a lens
 _ERROR = 0.1  # of every layer, at which fitting stops
-_QUICK = {"cpu": 1e12, "cuda": 1e14}  # operations of a fit that nobody asked for
+_QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit that nobody asked for
 _TOKENS = 64
 _SHOWN = 6  # last positions, in a terminal
 
@@ -113,9 +113,7 @@ def run(
         subject.model.to(on)
         model = hooked(subject)
         words = tokenize_text(subject, text, max_tokens)
-        begun = time.perf_counter()
         found = [read(model, words.ids)]
-        seconds = time.perf_counter() - begun
         if lens is not None:
             fitted: JacobianLens | None = JacobianLens.load(lens, model)
             did = f"The lens is that of {printable(lens, 4096)}"
@@ -123,7 +121,7 @@ def run(
             source = _Source(subject, fit or text, 0 if fit else len(words.ids), words.ids)
             asked = kind == "jacobian" or fit is not None or save is not None
             fitted = None
-            if (why := _why_not(model, source, kind, seconds, asked=asked)) is None:
+            if (why := _why_not(model, source, kind, asked=asked)) is None:
                 texts, did = source.stretches(_affordable(model, source, stretches, asked=asked))
                 skip = min(16, len(texts[0]) // 4)
                 fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
@@ -188,12 +186,12 @@ def _affordable(model: "HookedModel", source: _Source, stretches: int, *, asked:
     """So many stretches, or fewer where nobody asked for a fit that takes long."""
     from fenchel.interpretability.jacobian_lens import fit_flops
 
-    quick = int(_QUICK.get(model.device.type, 1e12) // fit_flops(model, source.length))
+    quick = int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, source.length))
     return stretches if asked else min(stretches, quick)
 
 
 def _why_not(
-    model: "HookedModel", source: _Source, kind: Kind | None, seconds: float, *, asked: bool
+    model: "HookedModel", source: _Source, kind: Kind | None, *, asked: bool
 ) -> str | None:
     """Why no lens is fitted; None where it is."""
     if kind == "logit":
@@ -203,12 +201,26 @@ def _why_not(
             raise ValueError("a model of one layer has no stream between its layers to look at.")
         return "the model has one layer, whose law is its own."
     if not asked and _affordable(model, source, 2, asked=False) < 2:
-        took = _time(2.0 * seconds * model.width)
         return (
-            f"a Jacobian lens takes about {took} per stretch of {source.length} tokens here; "
-            "--kind jacobian fits one, and --save keeps it."
+            f"a Jacobian lens takes about {_fit_time(model, source)} per stretch of "
+            f"{source.length} tokens here; --kind jacobian fits one, and --save keeps it."
         )
     return None
+
+
+def _fit_time(model: "HookedModel", source: _Source) -> str:
+    """About how long a stretch takes: a forward pass per row of the matrices, as measured."""
+    import torch
+
+    from fenchel.interpretability.hooked_model import Taps
+
+    ids = model.batch((list(source.own) * source.length)[: source.length])
+    with torch.no_grad():
+        model.logits(ids, Taps())  # the first pass is slower
+        begun = time.perf_counter()
+        model.logits(ids, Taps())
+    seconds = model.width * (time.perf_counter() - begun)
+    return f"{max(seconds, 1.0):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _record(
@@ -295,10 +307,6 @@ def _word(text: str) -> str:
 
 def _count(texts: int) -> str:
     return "one stretch" if texts == 1 else f"{texts} stretches"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _finite(value: float) -> float | None:

@@ -332,6 +332,27 @@ def test_the_spread_is_that_of_single_positions() -> None:
     assert together.spread == pytest.approx(float(single.norm()), rel=1e-5)
 
 
+def test_a_stationary_loss_is_ranked_by_its_positions_too() -> None:
+    """One change cancels over two positions and another, much smaller, does not."""
+    model, ids = build(final_norm=False), draw(1)
+    cancels = Edit(Site("stream", 3), lambda x: x + 1.0)
+    small = Edit(Site("stream", 3, None, 0), lambda x: x + 0.1)
+
+    def run(stationary: bool) -> Site:
+        found = effects(
+            hooked(model),
+            ids,
+            [cancels, small],
+            lambda z: z[:, 0, 5] - z[:, 1, 5],
+            stationary=stationary,
+            exact=1,
+        )
+        return found.effects[0].site
+
+    assert run(stationary=False) == small.site
+    assert run(stationary=True) == cancels.site
+
+
 def test_a_site_that_is_not_there_gets_a_sentence() -> None:
     subject = hooked(build("qwen3"))
     assert head_counts(subject, [1, 2, 3]) == (4, 2)
