@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from fenchel.cli.console import plain_table
@@ -93,7 +94,7 @@ def tables(result: Inspection) -> Iterator[Table]:
 
 def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
     """The parts of a score, the largest of either side first."""
-    names = [printable(repr(tokens[at]), 40) for at in (why.query, why.key)]
+    names = [escape(printable(repr(tokens[at]), 40)) for at in (why.query, why.key)]
     title = (
         f"why head {why.layer}.{why.head} looks from {names[0]} ({why.query}) to {names[1]} "
         f"({why.key})"

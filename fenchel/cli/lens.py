@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.markup import escape
 from rich.table import Table
 
 from fenchel.cli.console import (
@@ -131,7 +132,8 @@ def run(
             did = f"Only the logit lens is shown: {why}"
         else:
             console.progress("reading the layers", 0, 0)
-            did += f", from {_count(fitted.texts)} with {fitted.positions} positions in all."
+            did += f", from {_count(fitted.texts)}"
+            did += f" with {fitted.positions} positions in all." if fitted.positions else "."
             offsets = (False, True) if fitted.has_offset else (False,)
             found += [read(model, words.ids, "jacobian", fit=fitted, offset=o) for o in offsets]
     if save is not None and fitted is not None:
@@ -259,7 +261,7 @@ def _record(
 def _tables(record: dict[str, Any]) -> Iterator[Table]:
     """Agreement by layer, and what the layers say at the last positions."""
     subject, lenses, tokens = record["subject"], record["lenses"], record["tokens"]
-    title = (
+    title = escape(
         f"{subject['name']} ({subject['family']}, {subject['parameters']:,} parameters)\n"
         f"on {record['text']}, {len(tokens)} tokens"
     )
@@ -302,7 +304,7 @@ def _tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def _word(text: str) -> str:
-    return printable(text.replace(" ", "·").replace("\n", "↵"), 12)
+    return escape(printable(text.replace(" ", "·").replace("\n", "↵"), 12))
 
 
 def _count(texts: int) -> str:

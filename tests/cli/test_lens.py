@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fenchel
 from fenchel.cli import main
+from fenchel.cli.console import Console
+from fenchel.cli.lens import _tables
 from fenchel.data import train_tokenizer
-from fenchel.interpretability import fit_lens
+from fenchel.interpretability import JacobianLens, fit_lens
 from fenchel.model import ModelConfig, Transformer
 
 Said = pytest.CaptureFixture[str]
@@ -69,6 +72,37 @@ def test_a_lens_is_saved_and_read_again(
     plain = json.loads(capsys.readouterr().out)
     assert plain["lenses"] == first["lenses"][:1]
     assert plain["fit"] is None
+
+
+def test_a_lens_without_means_and_of_some_layers_is_shown(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: Said
+) -> None:
+    model = fenchel.load(checkpoint).model
+    kept, page = tmp_path / "published.safetensors", tmp_path / "p.html"
+    JacobianLens.from_matrices(model, {2: torch.eye(16)}, texts=1000).save(kept)
+    assert run(checkpoint, text_file, "--lens", str(kept), "--out", str(page)) == 0
+    said = capsys.readouterr().out
+    assert "J x top" in said
+    assert "offset top" not in said
+    assert "from 1000 stretches" in " ".join(said.split())
+    assert "J x" in page.read_text()
+
+
+def test_tokens_that_look_like_markup_are_shown_as_they_are(capsys: Said) -> None:
+    law: dict[str, Any] = {"layer": 1, "top": 1.0, "kl": 0.0, "rank": 1.0, "loss": 1.0}
+    lens = {"kind": "logit", "layers": [1], "first": [1, 1], "agreement": [law]}
+    record = {
+        "subject": {"name": "[/b]", "family": "llama", "parameters": 1},
+        "text": "[bold]",
+        "tokens": ["[/i]", " [red]"],
+        "fit": None,
+        "words": {5: "[/u]"},
+        "lenses": [{**lens, "top": [[[5], [5]]]}],
+    }
+    for table in _tables(record):
+        Console().terminal.print(table)
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("[/b]", "[bold]", "[/i]", "·[red]", "[/u]"))
 
 
 def test_a_short_text_is_its_own_fit_and_a_large_model_has_none(

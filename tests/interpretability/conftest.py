@@ -17,6 +17,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "post": {"norm_place": "post", "norm": "layer", "final_norm": False},
     "entmax": {"choice": "entmax"},
     "shared": {"distinct_layers": 1},
+    "experts": {"experts": 3, "experts_per_token": 2},
+    "sinks": {"sinks": True, "windows": (5,)},
     "alibi": {"positions": "alibi", "residual_scale": 0.5},
 }
 
