@@ -341,7 +341,7 @@ class Inspection:
     maps: Maps
     seconds: dict[str, float]
     why: ScoreParts | None = None
-    """Why a head chose a key, where that was asked for."""
+    """The parts of one score, where it was named."""
 
     def plain(self, *, rows: bool = False) -> dict[str, Any]:
         """As JSON has it, without maps: None for what is not finite; ``rows`` of heads if asked."""

@@ -35,7 +35,7 @@ COMMANDS = {
     "steer": "Make a direction that steers a model, with a strength that keeps a budget.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
     "inspect": "Sensitivity of a checkpoint's attention on a text, from rows to the whole network.",
-    "lens": "What a model would say after each of its layers, token by token.",
+    "lens": "What a model predicts after each of its layers, token by token.",
     "ablate": "What the loss becomes without a head, a layer's attention or its MLP.",
     "patch": "Which part of a model carries the difference between two prompts.",
     "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",

@@ -82,7 +82,7 @@ def run(
     rows
         With --json: the numbers of every row, not only their quantiles.
     why
-        Also why a head looks where it does: LAYER.HEAD, LAYER.HEAD:QUERY or LAYER.HEAD:QUERY:KEY,
+        Also why a head attends where it does: LAYER.HEAD, LAYER.HEAD:QUERY or LAYER.HEAD:QUERY:KEY,
         tokens from 0; the last query and the key with the largest weight when left out.
     iterations
         Largest number of pairs of products per spectral norm; 30 for small models, 9 for large
@@ -93,7 +93,7 @@ def run(
         The same seed gives the same numbers.
     """
     chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
-    asked = None if why is None else head_and_tokens(why)
+    place = None if why is None else head_and_tokens(why)
     target = out if json else out or PAGE
     if target is not None:
         require_page(target, reads=[directory, text_path(text)])
@@ -106,7 +106,7 @@ def run(
 
         on, _ = device_and_dtype(device)
         subject = open_model(directory)
-        parts = None if asked is None else _score_parts(subject, text, max_tokens, asked)
+        parts = None if place is None else _score_parts(subject, text, max_tokens, place)
         result = inspect(
             subject,
             text,
@@ -159,15 +159,15 @@ def _score_parts(
     subject: "InspectedModel",
     text: str,
     max_tokens: int | None,
-    asked: tuple[int, int, int, int | None],
+    place: tuple[int, int, int, int | None],
 ) -> "ScoreParts":
-    """Why a head looks where it does, on the tokens that are inspected."""
+    """Why a head attends where it does, on the tokens that are inspected."""
     from fenchel.inspection.trace import tokenize_text
     from fenchel.interpretability import score_parts
 
     with warnings.catch_warnings(action="ignore"):  # inspect repeats its notices
         ids = tokenize_text(subject, text, max_tokens).ids
-    return score_parts(subject, ids, *asked)
+    return score_parts(subject, ids, *place)
 
 
 def numbers(words: str | None, name: str) -> list[int] | None:

@@ -96,7 +96,7 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
     """The parts of a score, the largest of either side first."""
     names = [escape(printable(repr(tokens[at]), 40)) for at in (why.query, why.key)]
     title = (
-        f"why head {why.layer}.{why.head} looks from {names[0]} ({why.query}) to {names[1]} "
+        f"why head {why.layer}.{why.head} attends from {names[0]} ({why.query}) to {names[1]} "
         f"({why.key})"
     )
     legend = (

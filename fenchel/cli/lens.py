@@ -1,4 +1,4 @@
-"""fenchel lens: what a model would say after each of its layers."""
+"""fenchel lens: what a model predicts after each of its layers."""
 
 import json as json_format
 import math
@@ -33,7 +33,7 @@ PAGE = Path("lens.html")
 Kind = Literal["logit", "jacobian"]
 _STRETCHES = 8  # of a text, to fit a lens
 _ERROR = 0.1  # of every layer, at which fitting stops
-_QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit that nobody asked for
+_QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit without a flag
 _TOKENS = 64
 _SHOWN = 6  # last positions, in a terminal
 
@@ -53,7 +53,7 @@ def run(
     device: Device = None,
     json: Json = False,
 ) -> int:
-    """What a model would say after each of its layers: a table, JSON and a page.
+    """What a model predicts after each of its layers: a table, JSON and a page.
 
     The law of the next token is read off the stream after every layer: as it is (logit lens), and
     through the average derivative of the later layers (Jacobian lens), with and without the offset
@@ -120,10 +120,12 @@ def run(
             did = f"The lens is that of {printable(lens, 4096)}"
         else:
             source = _Source(subject, fit or text, 0 if fit else len(words.ids), words.ids)
-            asked = kind == "jacobian" or fit is not None or save is not None
+            requested = kind == "jacobian" or fit is not None or save is not None
             fitted = None
-            if (why := _why_not(model, source, kind, asked=asked)) is None:
-                texts, did = source.stretches(_affordable(model, source, stretches, asked=asked))
+            if (why := _why_not(model, source, kind, requested=requested)) is None:
+                texts, did = source.stretches(
+                    _affordable(model, source, stretches, requested=requested)
+                )
                 skip = min(16, len(texts[0]) // 4)
                 fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
                 about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source.text}"
@@ -184,25 +186,25 @@ class _Source:
                 return
 
 
-def _affordable(model: "HookedModel", source: _Source, stretches: int, *, asked: bool) -> int:
-    """So many stretches, or fewer where nobody asked for a fit that takes long."""
+def _affordable(model: "HookedModel", source: _Source, stretches: int, *, requested: bool) -> int:
+    """So many stretches, or fewer where a fit was not requested and takes long."""
     from fenchel.interpretability.jacobian_lens import fit_flops
 
     quick = int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, source.length))
-    return stretches if asked else min(stretches, quick)
+    return stretches if requested else min(stretches, quick)
 
 
 def _why_not(
-    model: "HookedModel", source: _Source, kind: Kind | None, *, asked: bool
+    model: "HookedModel", source: _Source, kind: Kind | None, *, requested: bool
 ) -> str | None:
     """Why no lens is fitted; None where it is."""
     if kind == "logit":
         return "--kind logit."
     if model.layers < 2:
-        if asked:
-            raise ValueError("a model of one layer has no stream between its layers to look at.")
+        if requested:
+            raise ValueError("a model of one layer has no stream between its layers to read.")
         return "the model has one layer, whose law is its own."
-    if not asked and _affordable(model, source, 2, asked=False) < 2:
+    if not requested and _affordable(model, source, 2, requested=False) < 2:
         return (
             f"a Jacobian lens takes about {_fit_time(model, source)} per stretch of "
             f"{source.length} tokens here; --kind jacobian fits one, and --save keeps it."
@@ -292,7 +294,7 @@ def _tables(record: dict[str, Any]) -> Iterator[Table]:
     yield table
     shown = list(range(max(0, len(tokens) - _SHOWN), len(tokens)))
     said = plain_table(
-        f"what each layer would say next ({best['kind']} lens)",
+        f"what each layer predicts next ({best['kind']} lens)",
         ["after", *(_word(tokens[t]) for t in shown)],
     )
     count = len(best["layers"])

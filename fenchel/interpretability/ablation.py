@@ -10,8 +10,8 @@ What it is replaced by decides what is measured:
     a map      the head chooses by another map, with its own scores
 
 Zero and mean are often far apart in which heads they name. The last two are about choices and leave
-MLPs out. Effects are in nats per token of the loss on the text; a positive one says that the part
-is needed. fenchel/interpretability/intervention.py computes them.
+MLPs out. Effects are in nats per token of the loss on the text; the part is
+needed where they are positive. fenchel/interpretability/intervention.py computes them.
 """
 
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ MLP of a block returns, or the stream after a block."""
 _IN_HEADS = (*HEAD_PARTS, "choice")  # what is computed again by attend
 EXACT = 20
 """Sites of each part that are run exactly where not all are."""
-_CHEAP = 1e12  # operations of exact passes over all sites
+_CHEAP = {"cpu": 4e12, "cuda": 1e15}  # operations of exact passes over all sites
 _LOGITS = 1 << 25  # numbers of logits in a batch
 _NAMES = {"q": "query", "k": "key", "v": "value"}
 Metric = Callable[[Tensor], Tensor]
@@ -187,12 +187,13 @@ def effects(
 ) -> Effects:
     """The effect of every edit on a metric; ``exact`` of each part are run, or all where cheap.
 
-    ``stationary`` says that the metric is a loss that training has minimised.
+    ``stationary`` where the metric is a loss that training has minimised.
     """
     if not edits:
         raise ValueError("there is no site to change.")
     base, estimates = _estimates(model, ids, edits, metric)
-    cheap = 2.0 * model.parameters * len(ids) * len(edits) <= _CHEAP
+    flops = 2.0 * model.parameters * len(ids) * len(edits)
+    cheap = flops <= _CHEAP.get(model.device.type, _CHEAP["cpu"])
     most = (len(edits) if cheap else EXACT) if exact is None else exact
     ranks = [abs(estimate) + stationary * spread for estimate, spread in estimates]
     of_part: defaultdict[str, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Why a head looks there: one score as a sum over pairs of what wrote the two streams.
+"""Why a head attends there: one score as a sum over pairs of what wrote the two streams.
 
 The stream before a layer is a sum of parts, x = sum_c x^c: the embedding and what the attention and
 the MLP of every earlier layer added. A score is bilinear in the streams of its query and its key,

@@ -45,8 +45,8 @@ def render_ablation(record: Mapping[str, Any]) -> str:
     name = shorten(clean(str(subject["name"])), 200)
     sentence = (
         f"What the loss becomes when a part is replaced by {record['to']}, on {record['tokens']} "
-        f"tokens of {shorten(clean(record['text']), 80)}. A positive change says that the part is "
-        "needed."
+        f"tokens of {shorten(clean(record['text']), 80)}. The part is needed where the "
+        "change is positive."
     )
     strongest = record["effects"][0]
     cards = [

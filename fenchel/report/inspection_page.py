@@ -130,7 +130,7 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Section:
     )
     figure = picture("why", "Pairs of parts", explained, numbers, width="whole", open_=True)
     body = join([element("p", about, class_="about"), figure], "\n")
-    return Section(anchor="why", title="Why it looks there", body=body, pictures={"why": grid})
+    return Section(anchor="why", title="Why it attends there", body=body, pictures={"why": grid})
 
 
 def _method(result: Inspection) -> Section:

@@ -1,4 +1,4 @@
-"""The page of ``fenchel lens``: what every layer would say next, and how far it agrees.
+"""The page of ``fenchel lens``: what every layer predicts next, and how far it agrees.
 
 record (plain values of the command) -> sections -> one document
 """
@@ -48,7 +48,7 @@ def render(record: Mapping[str, Any]) -> str:
     subject = record["subject"]
     name = shorten(clean(str(subject["name"])), 200)
     sentence = (
-        f"What each of {pluralise(len(record['lenses'][-1]['layers']), 'layer')} would say next, "
+        f"What each of {pluralise(len(record['lenses'][-1]['layers']), 'layer')} predicts next, "
         f"on the first {pluralise(len(record['tokens']), 'token')} of "
         f"{shorten(clean(record['text']), 80)}."
     )
@@ -114,7 +114,7 @@ def _laws(record: Mapping[str, Any]) -> Section:
         "start": [place, 0],
     }
     caption = (
-        "One row per layer, one column per token: the word that the layer would say after it, "
+        "One row per layer, one column per token: the word that the layer predicts after it, "
         "shaded by its probability. The last row is the model itself, and cells that already have "
         "its word are framed. Choose a cell, or move with the arrow keys, to see its law."
     )
@@ -123,7 +123,7 @@ def _laws(record: Mapping[str, Any]) -> Section:
     numbers = table(
         head, rows, caption=f"The most likely next word, {_NAMES[last['kind']][0]}", numeric=False
     )
-    figure = picture("laws", "What each layer would say", caption, numbers, width="whole")
+    figure = picture("laws", "What each layer predicts", caption, numbers, width="whole")
     return Section(anchor="laws", title="Words", body=figure, pictures={"laws": data})
 
 

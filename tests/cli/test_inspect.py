@@ -49,14 +49,14 @@ def test_a_table_and_a_page_come_out(
     assert "of the block" not in capsys.readouterr().out
 
 
-def test_why_a_head_looks_where_it_does(
+def test_why_a_head_attends_where_it_does(
     run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "page.html"
     more = ["--no-blocks", "--why", "1.2:7:3"]
     assert main(words(run_directory, text_file, "--out", str(out), *more)) == 0
     assert "why head 1.2 looks from" in " ".join(capsys.readouterr().out.split())
-    assert "Why it looks there" in out.read_text()
+    assert "Why it attends there" in out.read_text()
     assert main(words(run_directory, text_file, "--json", *more)) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert (why["layer"], why["head"], why["query"], why["key"]) == (1, 2, 7, 3)

@@ -43,7 +43,7 @@ def test_without_a_flag_a_lens_is_fitted_to_what_follows_and_a_page_is_written(
     assert "The lens is fitted to" in said
     assert "after these tokens, from" in said
     assert "offset top" in said
-    assert "what each layer would say next (jacobian lens)" in said
+    assert "what each layer predicts next (jacobian lens)" in said
     html = page.read_text()
     assert re.findall(r'data-picture="([^"]+)"', html) == ["laws", "kl"]
     assert "function laws(" in html
