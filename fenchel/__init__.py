@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fenchel import generation as generation
     from fenchel import hf as hf
     from fenchel import inspection as inspection
+    from fenchel import interpretability as interpretability
     from fenchel import model as model
     from fenchel import optim as optim
     from fenchel import pipeline as pipeline
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
     from fenchel.generation import generate as generate
     from fenchel.hf import attach as attach
     from fenchel.inspection import inspect as inspect
+    from fenchel.interpretability import ablate as ablate
+    from fenchel.interpretability import lens as lens
+    from fenchel.interpretability import patch as patch
     from fenchel.model import ModelConfig as ModelConfig
     from fenchel.model import Transformer as Transformer
     from fenchel.optim import Muon as Muon
@@ -99,6 +103,9 @@ _PACKAGE_OF = {
     "generate": "generation",
     "attach": "hf",
     "inspect": "inspection",
+    "ablate": "interpretability",
+    "lens": "interpretability",
+    "patch": "interpretability",
     "ModelConfig": "model",
     "Transformer": "model",
     "Muon": "optim",
@@ -113,8 +120,8 @@ _PACKAGE_OF = {
     "spectral_norm": "sensitivity",
 }
 _PACKAGES = frozenset(
-    "attention checkpoints choice data evaluate generation hf inspection model optim pipeline "
-    "report sensitivity steering train".split()
+    "attention checkpoints choice data evaluate generation hf inspection interpretability model "
+    "optim pipeline report sensitivity steering train".split()
 )
 
 __all__ = ["__version__", *_PACKAGE_OF]

@@ -267,6 +267,66 @@ class Maps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreParts:
+    """One score, less the mean score of its query, as a sum over pairs of parts of two streams."""
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    weight: float
+    """That of the key in the choice of the query."""
+    score: float
+    """scale q.k, before a soft cap and without the prior."""
+    mean: float
+    """sum_j p_j z_j: no choice depends on a shift of all scores, so that is what it stands out
+    from."""
+    parts: list[str]
+    """What the streams are sums of, in the order of the layers."""
+    pairs: list[list[float]]
+    """(parts of the query, parts of the key); their sum is score - mean."""
+    remainder: float
+    """score - mean less that sum: rounding."""
+    prior: float | None
+    """Log-prior of the key less its mean under p; None where the layer has only a mask."""
+    softcap: float | None
+
+    @property
+    def contrast(self) -> float:
+        """score - mean."""
+        return self.score - self.mean
+
+    @property
+    def above_others(self) -> float:
+        """The score less the mean of the other keys: contrast / (1 - weight)."""
+        return self.contrast / (1.0 - self.weight) if self.weight < 1.0 else math.nan
+
+    @property
+    def by_query(self) -> list[float]:
+        """What each part of the query's stream contributes."""
+        return [math.fsum(row) for row in self.pairs]
+
+    @property
+    def by_key(self) -> list[float]:
+        """What each part of the key's stream contributes."""
+        return [math.fsum(column) for column in zip(*self.pairs, strict=True)]
+
+    @property
+    def size(self) -> float:
+        """The sum of the absolute values of all pairs; far above |contrast| they cancel."""
+        return math.fsum(abs(x) for row in self.pairs for x in row)
+
+    def largest(self, count: int) -> list[tuple[str, str, float]]:
+        """The largest pairs without their signs: part of the query, part of the key, value."""
+        cells = [
+            (self.parts[c], self.parts[e], x)
+            for c, row in enumerate(self.pairs)
+            for e, x in enumerate(row)
+        ]
+        return sorted(cells, key=lambda cell: -abs(cell[2]))[:count]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """Everything that ``inspect`` measures."""
 
@@ -282,6 +342,8 @@ class Inspection:
     """None without a radius."""
     maps: Maps
     seconds: dict[str, float]
+    why: ScoreParts | None = None
+    """The parts of one score, where it was named."""
 
     def plain(self, *, rows: bool = False) -> dict[str, Any]:
         """As JSON has it, without maps: None for what is not finite; ``rows`` of heads if asked."""

@@ -35,6 +35,9 @@ COMMANDS = {
     "steer": "Make a direction that steers a model, with a strength that keeps a budget.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
     "inspect": "Sensitivity of a checkpoint's attention on a text, from rows to the whole network.",
+    "lens": "What a model predicts after each of its layers, token by token.",
+    "ablate": "What the loss becomes without a head, a layer's attention or its MLP.",
+    "patch": "Which part of a model carries the difference between two prompts.",
     "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",
     "compare": "Compare runs: results, the settings that differ, and curves in one page.",
     "report": "Write the page of a run directory again.",
@@ -50,7 +53,7 @@ COMMANDS = {
 TASKS = {
     "Train": ("train", "tune", "plan"),
     "Use a model": ("generate", "chat", "serve", "steer"),
-    "Measure": ("eval", "inspect", "certify", "compare", "report"),
+    "Measure": ("eval", "inspect", "lens", "ablate", "patch", "certify", "compare", "report"),
     "Checkpoints": ("convert", "attach"),
     "Look up": ("list", "settings", "doctor", "learn", "bench"),
 }
@@ -67,6 +70,9 @@ EXAMPLES = {
     "serve": ("fenchel serve runs/demo --port 8000", "serve"),
     "eval": ("fenchel eval runs/demo --text my.txt --calibration", "calibration"),
     "inspect": ("fenchel inspect runs/demo --text sotu", "inspect"),
+    "lens": ("fenchel lens runs/demo --text sotu", "lens"),
+    "ablate": ("fenchel ablate runs/demo --text sotu", "lens"),
+    "patch": ('fenchel patch DIR "The city of Paris is in" "The city of Rome is in"', "lens"),
     "certify": ("fenchel certify runs/demo --text sotu --radius 0.1", "certify"),
     "steer": (
         "fenchel steer runs/demo --toward wanted.txt --away unwanted.txt --out kind.safetensors",
@@ -92,6 +98,9 @@ LESS_MEMORY = {
     "serve": "give fewer --rows, a shorter --context, --cache int8 or --dtype bfloat16",
     "eval": "give a shorter --context or --dtype bfloat16",
     "inspect": "give fewer --max-tokens",
+    "lens": "give fewer --max-tokens or --kind logit",
+    "ablate": "give fewer --max-tokens",
+    "patch": "give shorter prompts",
     "certify": "give fewer --max-tokens",
     "attach": "give a shorter --context",
     "steer": "give fewer --max-tokens",

@@ -30,7 +30,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import fmean
@@ -38,6 +38,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TextIO
 
 from cyclopts import Parameter, Token
+from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 from rich.console import RenderableType
@@ -465,6 +466,21 @@ def loading(what: str = "loading torch") -> Iterator[None]:
     """Context manager: a terminal shows ``what`` on its last line; a pipe receives nothing."""
     with Terminal(stderr=True).status(what, spinner="line"):
         yield
+
+
+def plain_table(title: str, headings: Iterable[str] = (), caption: str | None = None) -> Table:
+    """A table of columns to the right, in the form of all results."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def break_lines(text: str, width: int | None) -> str:

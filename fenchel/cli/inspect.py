@@ -1,9 +1,12 @@
 """fenchel inspect: what a checkpoint's attention does on a text."""
 
 import json as json_format
+import re
+import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 
@@ -19,6 +22,10 @@ from fenchel.cli.console import (
     text_path,
 )
 from fenchel.files import printable, require_output
+
+if TYPE_CHECKING:
+    from fenchel.inspection import InspectedModel
+    from fenchel.inspection_result import ScoreParts
 
 PAGE = Path("inspection.html")
 NormName = Literal["fro", "token"]
@@ -39,6 +46,7 @@ def run(
     radius: float | None = None,
     norm: NormName = "fro",
     rows: Switch = False,
+    why: str | None = None,
     iterations: Whole | None = None,
     tolerance: float = 0.05,
     device: Device = None,
@@ -73,6 +81,9 @@ def run(
         The norm of the radius: "fro" for all tokens together, "token" for each of them.
     rows
         With --json: the numbers of every row, not only their quantiles.
+    why
+        Also why a head attends where it does: LAYER.HEAD, LAYER.HEAD:QUERY or LAYER.HEAD:QUERY:KEY,
+        tokens from 0; the last query and the key with the largest weight when left out.
     iterations
         Largest number of pairs of products per spectral norm; 30 for small models, 9 for large
         ones.
@@ -82,6 +93,7 @@ def run(
         The same seed gives the same numbers.
     """
     chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
+    place = None if why is None else head_and_tokens(why)
     target = out if json else out or PAGE
     if target is not None:
         require_page(target, reads=[directory, text_path(text)])
@@ -94,6 +106,7 @@ def run(
 
         on, _ = device_and_dtype(device)
         subject = open_model(directory)
+        parts = None if place is None else _score_parts(subject, text, max_tokens, place)
         result = inspect(
             subject,
             text,
@@ -110,6 +123,7 @@ def run(
             seed=seed,
             progress=console.progress,
         )
+        result = replace(result, why=parts)
     if target is not None:
         from fenchel.files import write_atomic
         from fenchel.report.inspection_page import render
@@ -124,6 +138,36 @@ def run(
     sentences += [result.precision.statement] if result.precision else []
     show(tables(result), sentences, target)
     return 0
+
+
+def head_and_tokens(words: str) -> tuple[int, int, int, int | None]:
+    """ "2.1:17:3" as layer, head, query and key; -1 for the last query, None for the largest key.
+
+    >>> head_and_tokens("2.1"), head_and_tokens("2.1:17:3")
+    ((2, 1, -1, None), (2, 1, 17, 3))
+    """
+    found = re.fullmatch(r"(\d{1,6})\.(\d{1,6})(?::(\d{1,9}))?(?::(\d{1,9}))?", words.strip())
+    if found is None:
+        raise ValueError(f"--why takes LAYER.HEAD or LAYER.HEAD:QUERY[:KEY]; got {words!r}.")
+    layer, head, query, key = (None if group is None else int(group) for group in found.groups())
+    assert layer is not None
+    assert head is not None
+    return layer, head, -1 if query is None else query, key
+
+
+def _score_parts(
+    subject: "InspectedModel",
+    text: str,
+    max_tokens: int | None,
+    place: tuple[int, int, int, int | None],
+) -> "ScoreParts":
+    """Why a head attends where it does, on the tokens that are inspected."""
+    from fenchel.inspection.trace import tokenize_text
+    from fenchel.interpretability import score_parts
+
+    with warnings.catch_warnings(action="ignore"):  # inspect repeats its notices
+        ids = tokenize_text(subject, text, max_tokens).ids
+    return score_parts(subject, ids, *place)
 
 
 def numbers(words: str | None, name: str) -> list[int] | None:

@@ -8,10 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
-from fenchel.inspection_result import BlockResult, Certificates, Head, Inspection, Network
+from fenchel.cli.console import plain_table
+from fenchel.files import printable
+from fenchel.inspection_result import (
+    BlockResult,
+    Certificates,
+    Head,
+    Inspection,
+    Network,
+    ScoreParts,
+)
 from fenchel.report.measures import (
     BLOCK,
     CERTIFICATE,
@@ -24,6 +33,8 @@ from fenchel.report.measures import (
     head_measure,
 )
 
+_PARTS = 16
+"""Parts of a score shown."""
 _HEADS = 12
 """Heads shown; the page and --json have all of them."""
 
@@ -75,21 +86,35 @@ def tables(result: Inspection) -> Iterator[Table]:
     yield _measured([one for one in HEAD if one.name in _OF_HEAD], shown, title, _HEAD_LEGEND)
     if result.network is not None:
         yield _network(result.network)
+    if result.why is not None:
+        yield _why(result.why, result.tokens)
     if result.certificates is not None:
         yield from certificate_tables(result.certificates, result.tokens)
 
 
-def _table(title: str, headings: Iterable[str] = (), caption: str | None = None) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
+def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
+    """The parts of a score, the largest of either side first."""
+    names = [escape(printable(repr(tokens[at]), 40)) for at in (why.query, why.key)]
+    title = (
+        f"why head {why.layer}.{why.head} attends from {names[0]} ({why.query}) to {names[1]} "
+        f"({why.key})"
     )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    legend = (
+        f"weight {why.weight:.3f}; score {why.score:.3f}, by {why.contrast:+.3f} from the mean "
+        f"score of the query, {why.mean:.3f} (by {why.above_others:+.2f} from that of its other "
+        "keys): what each part of the two streams adds to that. "
+        f"Pairs of parts have absolute values of {why.size:.3g} in all; remainder "
+        f"{why.remainder:.1g}"
+    )
+    if why.prior is not None:
+        legend += f"; the position bias adds {why.prior:+.3f} beside the score"
+    if why.softcap is not None:
+        legend += f"; scores are capped at {why.softcap:g} after this"
+    table = plain_table(title, ["part", "of the query", "of the key"], legend)
+    both = zip(why.parts, why.by_query, why.by_key, strict=True)
+    rows = sorted(both, key=lambda row: -max(abs(row[1]), abs(row[2])))
+    for name, query, key in rows[:_PARTS]:
+        table.add_row(name, f"{query:+.3f}", f"{key:+.3f}")
     return table
 
 
@@ -103,7 +128,7 @@ def _measured(
     title: str,
     caption: str | None = None,
 ) -> Table:
-    table = _table(title, _headings(measures), caption)
+    table = plain_table(title, _headings(measures), caption)
     for item in items:
         table.add_row(*(measure.terminal(item) for measure in measures))
     return table
@@ -115,7 +140,7 @@ def _layers(result: Inspection) -> Table:
     blocks = {layer.layer: layer for layer in result.layers}
     headings = ["layer", *_headings(head_measure(name) for name, _ in _OVER_HEADS), "head"]
     headings += _headings(_OF_BLOCK) if blocks else []
-    table = _table(title, headings, _LEGEND + (_BLOCK_LEGEND if blocks else ""))
+    table = plain_table(title, headings, _LEGEND + (_BLOCK_LEGEND if blocks else ""))
     for number in sorted({head.layer for head in result.heads}):
         heads = [head for head in result.heads if head.layer == number]
         table.add_row(str(number), *_over_heads(heads), *_block(blocks.get(number)))
@@ -135,7 +160,7 @@ def _block(block: BlockResult | None) -> list[str]:
 
 
 def _network(network: Network) -> Table:
-    table = _table("the network")
+    table = plain_table("the network")
     table.show_header = False
     table.add_row("sigma, stream to stream", format_value(network.stream, to="-"))
     if network.logits is not None:
@@ -153,7 +178,7 @@ def _network(network: Network) -> Table:
 def certificate_tables(certificates: Certificates, tokens: Sequence[str]) -> Iterator[Table]:
     """The certificates layer by layer, and head by head where there are any."""
     norm = "each token" if certificates.norm == "token" else "all tokens together"
-    table = _table(
+    table = plain_table(
         f"certificates over radius {certificates.radius:g}, {norm} ({certificates.dtype})",
         _headings(CERTIFICATE),
         _CERTIFICATE_LEGEND.format(_CERTIFIED[certificates.level]),

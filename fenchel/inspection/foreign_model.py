@@ -72,40 +72,38 @@ class ForeignModel(InspectedModel):
         """Run it once; its attention reports to the recorder."""
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
-        recorder = BlockRecorder(self.model, self.listener.run)
         with one_sentence(f"read this text with this {self.family!r} model"):
-            self._require_agreement(ids[:, :_CHECKED])
-            logits = self._record(recorder, ids)
+            self.require_agreement(ids)
+            recorder, logits = self.record(ids)
         blocks = recorder.block_traces()
         if logits is None:
             return ForwardTrace(blocks, None)
         lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
         return ForwardTrace(blocks, lm_head)
 
+    def record(self, ids: Tensor) -> tuple[BlockRecorder, Tensor | None]:
+        """Run the model for a recorder; also the logits (V,) of the last token, if it has any."""
+        recorder = self.listener.recorder = BlockRecorder(self.model, self.listener.run)
+        try:
+            with torch.no_grad(), recorder:
+                return recorder, self._last_logits(ids)
+        finally:
+            self.listener.recorder = None
+
     def require_attention(self) -> None:
         """Refuse a family that computes its attention itself, or has none, by two tokens."""
-        recorder = BlockRecorder(self.model, self.listener.run)
         with one_sentence(f"read a text with this {self.family!r} model"):
-            self._record(recorder, torch.zeros(1, 2, dtype=torch.long))
+            recorder, _ = self.record(torch.zeros(1, 2, dtype=torch.long))
         if not recorder.modules:
             raise ValueError(
                 f"the family {self.family!r} does not use the attention registry of transformers, "
                 "so it cannot be inspected."
             )
 
-    def _record(self, recorder: BlockRecorder, ids: Tensor) -> Tensor | None:
-        """Run the model for the recorder; the logits of the last token, (V,), where it has any."""
-        self.listener.recorder = recorder
-        try:
-            with torch.no_grad(), recorder:
-                return self._last_logits(ids)
-        finally:
-            self.listener.recorder = None
-
     def _last_logits(self, ids: Tensor) -> Tensor | None:
         parameters = signature(self.model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        out = self.model(input_ids=ids, **_BARE, **last)
+        out = self.model(input_ids=ids, **BARE, **last)
         return out.logits[0, -1] if self.reads_out else None
 
     def _lm_head(
@@ -149,13 +147,14 @@ class ForeignModel(InspectedModel):
         return lm_head
 
     @torch.no_grad()
-    def _require_agreement(self, ids: Tensor) -> None:
+    def require_agreement(self, ids: Tensor) -> None:
         """Refuse a model whose own attention is more than our softmax, whatever map it has now."""
+        ids = ids[:, :_CHECKED]
         with narrow_windows(self.model, ids.shape[1]):
             with attach(self.model, SOFTMAX, observer=self.listener.observe, backend="blocked"):
-                ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+                ours = first_of(self.model(input_ids=ids, **BARE).to_tuple())
             with quiet(), self.attachment.eager():
-                theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+                theirs = first_of(self.model(input_ids=ids, **BARE).to_tuple())
         if not bool(theirs.isfinite().all()):
             return  # run.require_finite names the block
         size = float(theirs.abs().amax())
@@ -168,7 +167,7 @@ class ForeignModel(InspectedModel):
             )
 
 
-_BARE = {"use_cache": False, "return_dict": True}
+BARE = {"use_cache": False, "return_dict": True}
 
 
 def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> ForeignModel:

@@ -81,19 +81,21 @@ class ForwardTrace(NamedTuple):
     @property
     def causal(self) -> bool:
         """Whether no token attends to the one behind it, so that the logits predict the next."""
-        for block in self.blocks:
-            q, prior = block.attention.q, block.attention.spec.prior
-            (B, H, T, _), S = q.shape, block.attention.k.shape[2]
-            behind = 1 + S - T  # a sink stands in front
-            if T == 1:
-                continue
-            if prior is None:
-                return False
-            rows, keys = slice(0, 1), slice(behind, behind + 1)
-            ahead = prior.log(T, S, B=B, H=H, device=q.device, rows=rows, keys=keys)
-            if bool((ahead > -torch.inf).any()):
-                return False
+        return all(is_causal(block.attention) for block in self.blocks)
+
+
+def is_causal(call: AttentionCall) -> bool:
+    """Whether no query of a call attends to the key behind its own."""
+    q, prior = call.q, call.spec.prior
+    (B, H, T, _), S = q.shape, call.k.shape[2]
+    if T == 1:
         return True
+    if prior is None:
+        return False
+    behind = 1 + S - T  # a sink stands in front
+    rows, keys = slice(0, 1), slice(behind, behind + 1)
+    ahead = prior.log(T, S, B=B, H=H, device=q.device, rows=rows, keys=keys)
+    return not bool((ahead > -torch.inf).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,10 +180,10 @@ def tokenize_text(
     ids = ids[:limit]
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
-    return TokenizedText(text.name, tuple(ids), tuple(_token_text(model.tokenizer, i) for i in ids))
+    return TokenizedText(text.name, tuple(ids), tuple(token_text(model.tokenizer, i) for i in ids))
 
 
-def _token_text(tokenizer: TextTokenizer, token: int) -> str:
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
     """The text of one token; a control token by its name, half a character by its bytes."""
     text = tokenizer.decode([token])
     if text and "\ufffd" not in text:

@@ -1,13 +1,14 @@
 """The page of an inspection as one HTML file: Inspection -> sections -> document.
 
 Sections: summary, the scale of healthy models, heads, rows of every head, attention maps, gains of
-blocks, sensitivity of the network, certificates, method.
+blocks, sensitivity of the network, the parts of a score, certificates, method.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from fenchel.inspection_result import Inspection
+from fenchel.inspection_result import Inspection, ScoreParts
 from fenchel.report.attention_map import inspected_maps
 from fenchel.report.certificates import certificates
 from fenchel.report.html import (
@@ -19,12 +20,16 @@ from fenchel.report.html import (
     duration,
     element,
     format_bound,
+    heat_map,
+    heat_values,
     join,
     method_section,
     number_cards,
     page_header,
+    picture,
     pluralise,
     shorten,
+    table,
 )
 from fenchel.report.inspection_blocks import blocks, network
 from fenchel.report.inspection_heads import heads, rows
@@ -40,6 +45,8 @@ def render(result: Inspection) -> str:
         sections.append(blocks(result))
     if result.network is not None:
         sections.append(network(result, result.network))
+    if result.why is not None:
+        sections.append(_why(result.why, result.tokens))
     if result.certificates is not None:
         sections.append(certificates(result.certificates, result.tokens))
     sections.append(_method(result))
@@ -89,6 +96,41 @@ def _summary(result: Inspection) -> Section:
     if result.precision is not None:
         body.append(element("p", result.precision.statement, class_="note"))
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
+
+
+def _why(why: ScoreParts, tokens: Sequence[str]) -> Section:
+    """Why a head gave a key its score: the parts of both streams, and every pair of them."""
+    query, key = (shorten(clean(tokens[at]), 40) for at in (why.query, why.key))
+    about = (
+        f"Layer {why.layer}, head {why.head}, query {why.query} “{query}”, key {why.key} “{key}”: "
+        f"weight {format_value(why.weight)}, score {format_value(why.score)} against a mean of "
+        f"{format_value(why.mean)} under the weights of that query. No choice depends on a shift "
+        f"of all scores, so the difference, {format_value(why.contrast)}, is what is explained: as "
+        "a sum over pairs of a part of the query's stream and a part of the key's."
+    )
+    grid = heat_map(
+        why.parts,
+        why.parts,
+        [heat_values("contribution", why.pairs)],
+        down="query:",
+        across="key:",
+    )
+    rows = [
+        (name, format_value(q), format_value(k))
+        for name, q, k in zip(why.parts, why.by_query, why.by_key, strict=True)
+    ]
+    caption = (
+        f"Sums over the other side; each column sums to {format_value(why.contrast)}, with a "
+        f"remainder of {why.remainder:.1g} by rounding"
+    )
+    numbers = table(("part", "of the query", "of the key"), rows, caption=caption)
+    explained = (
+        "One row per part of the query's stream, one column per part of the key's. Large pairs of "
+        f"opposite sign cancel: their absolute values sum to {format_value(why.size)}."
+    )
+    figure = picture("why", "Pairs of parts", explained, numbers, width="whole", open_=True)
+    body = join([element("p", about, class_="about"), figure], "\n")
+    return Section(anchor="why", title="Why it attends there", body=body, pictures={"why": grid})
 
 
 def _method(result: Inspection) -> Section:

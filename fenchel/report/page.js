@@ -2,7 +2,7 @@
 
 function mount(root) {
 	const { pictures } = JSON.parse(root.getElementById("data").textContent);
-	const more = typeof heat === "undefined" ? {} : { heat, intervals }; // heat_map.js is part of some pages only
+	const more = { ...(typeof heat === "undefined" ? {} : { heat, intervals }), ...(typeof laws === "undefined" ? {} : { laws }) }; // heat_map.js and lens.js are part of some pages only
 	const views = { lineChart, bars, strips, attention, ...more }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
 	for (const host of root.querySelectorAll("[data-picture]")) {
 		const data = pictures[host.dataset.picture];

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.checkpoints.safetensors_header import read_header, system_errors
 from fenchel.files import open_regular, printable, require_output
@@ -129,7 +129,7 @@ class Direction:
         )
 
 
-def weights_fingerprint(model: Transformer) -> str:
+def weights_fingerprint(model: nn.Module) -> str:
     """The SHA-256 of the name, shape and sum of every parameter, of its bits in bfloat16."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

@@ -49,6 +49,23 @@ def test_a_table_and_a_page_come_out(
     assert "of the block" not in capsys.readouterr().out
 
 
+def test_why_a_head_attends_where_it_does(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    more = ["--no-blocks", "--why", "1.2:7:3"]
+    assert main(words(run_directory, text_file, "--out", str(out), *more)) == 0
+    assert "why head 1.2 looks from" in " ".join(capsys.readouterr().out.split())
+    assert "Why it attends there" in out.read_text()
+    assert main(words(run_directory, text_file, "--json", *more)) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert (why["layer"], why["head"], why["query"], why["key"]) == (1, 2, 7, 3)
+    assert sum(map(sum, why["pairs"])) == pytest.approx(why["score"] - why["mean"], abs=1e-5)
+    for given, sentence in (("2", "takes LAYER.HEAD"), ("9.1", "no layer 9"), ("1.1:3:5", "sees")):
+        assert main(words(run_directory, text_file, "--json", "--why", given)) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_json_is_one_object_and_writes_nothing(
     run_directory: Path,
     text_file: Path,

@@ -195,6 +195,10 @@ COMMANDS = [
     Command("convert checkpoint TARGET --force --adapter adapter", FORCE, ("adapter", "base")),
     Command("attach checkpoint --map entmax --text texts --out TARGET", FOLDER, ("base", "text")),
     Command("inspect runs/source --text texts --out TARGET", PAGES, ("source", "text")),
+    Command("lens runs/source --text texts --out TARGET", PAGES, ("source", "text")),
+    Command("lens runs/source --text texts --save TARGET", FILE, ("source", "text")),
+    Command("ablate runs/source --text texts --out TARGET", PAGES, ("source", "text")),
+    Command("patch runs/source one two --out TARGET", PAGES, ("source",)),
     Command("certify runs/source --text texts --radius 1 --out TARGET", PAGES, ("source", "text")),
     Command(
         "eval checkpoint --text texts --adapter adapter --against runs/source --page TARGET",

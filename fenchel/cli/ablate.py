@@ -1,0 +1,121 @@
+"""fenchel ablate: what the loss becomes without a head, a layer's attention or its MLP."""
+
+import json as json_format
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    Json,
+    Whole,
+    device_and_dtype,
+    plain_table,
+    require_inputs,
+    text_path,
+)
+from fenchel.cli.inspect import require_page, show
+
+PAGE = Path("ablation.html")
+_ROWS = 20
+_PARTS = {"head": "heads", "attention": "attention of a layer", "mlp": "MLP of a layer"}
+
+
+def run(
+    directory: CheckpointPath,
+    /,
+    *,
+    text: str,
+    to: str = "mean",
+    exact: Whole | None = None,
+    out: Path | None = None,
+    max_tokens: Whole = 128,
+    device: Device = None,
+    json: Json = False,
+) -> int:
+    """What the loss becomes without a head, a layer's attention or its MLP.
+
+    Every part is removed by itself and the loss on a text is measured again. Small models are run
+    once per part. Of large ones all parts are ranked by one gradient, with the choice of a changed
+    head computed anew, the largest of each kind are run, and the table says how far the two agree.
+
+    Parameters
+    ----------
+    directory
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
+    text
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
+    to
+        What replaces a part: "mean", its mean over the text; "zero"; "uniform", a head that mixes
+        all keys equally; or a map such as "entmax" or "hard" by which heads choose instead.
+    exact
+        Parts of each kind that are run; all by default where that is cheap, else 20.
+    out
+        The page; ablation.html when left out, and none with --json.
+    max_tokens
+        Tokens of the text that the loss is measured on.
+    """
+    target = out if json else out or PAGE
+    if target is not None:
+        require_page(target, reads=[directory, text_path(text)])
+    if exact is not None and exact < 1:
+        raise ValueError(f"--exact {exact} should be 1 or more.")
+    require_inputs(directory, text)
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.inspection import open_model
+        from fenchel.inspection.trace import tokenize_text
+        from fenchel.interpretability import ablate
+
+        on, _ = device_and_dtype(device)
+        subject = open_model(directory)
+        subject.model.to(on)
+        words = tokenize_text(subject, text, max_tokens)
+        found = ablate(subject, words.ids, to=to, exact=exact, progress=console.progress)
+    record = {"subject": subject.facts(), "text": words.name, **found.plain()}
+    if target is not None:
+        from fenchel.files import write_atomic
+        from fenchel.report.effects_page import render_ablation
+
+        write_atomic(target, render_ablation(record))
+    if json:
+        print(json_format.dumps(record))
+        return 0
+    facts = record["subject"]
+    sentences = [
+        f"{facts['name']} ({facts['family']}) on {len(words.ids)} tokens of {words.name}: loss "
+        f"{found.base:.4f} nats per token. Change: of that loss with the part replaced by "
+        f"{found.to}; positive where the part is needed. Estimate: by one gradient.",
+        agreement_sentence(record, _PARTS),
+    ]
+    show([effects_table(record, "change")], sentences, target)
+    return 0
+
+
+def effects_table(record: Mapping[str, Any], exact: str) -> Table:
+    """The largest effects that were run."""
+    run = sum(one["exact"] is not None for one in record["effects"])
+    shown = f"the {min(run, _ROWS)} largest of {len(record['effects'])}"
+    table = plain_table(shown, ["part", exact, "estimate"])
+    for effect in [one for one in record["effects"] if one["exact"] is not None][:_ROWS]:
+        table.add_row(effect["site"], f"{effect['exact']:+.4f}", f"{effect['estimate']:+.4f}")
+    return table
+
+
+def agreement_sentence(record: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """How far estimates and exact effects agree, part by part."""
+    said = []
+    for row in record["agreement"]:
+        run = "all" if row["run"] == row["sites"] else f"the largest {row['run']}"
+        rank = "" if row["spearman"] is None else f", rank correlation {row['spearman']:.2f}"
+        said.append(
+            f"{names.get(row['part'], row['part'])}: {run} of {row['sites']} run{rank}, mean error "
+            f"of the estimates {100 * row['error']:.0f} %"
+        )
+    return f"Estimates against exact passes: {'; '.join(said)}."

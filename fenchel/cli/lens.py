@@ -1,0 +1,317 @@
+"""fenchel lens: what a model predicts after each of its layers."""
+
+import json as json_format
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.markup import escape
+from rich.table import Table
+
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    Json,
+    Whole,
+    device_and_dtype,
+    plain_table,
+    require_inputs,
+    text_path,
+)
+from fenchel.cli.inspect import require_page, show
+from fenchel.files import printable, require_output
+
+if TYPE_CHECKING:
+    from fenchel.inspection import InspectedModel
+    from fenchel.interpretability import HookedModel, JacobianLens, Lens
+
+PAGE = Path("lens.html")
+Kind = Literal["logit", "jacobian"]
+_STRETCHES = 8  # of a text, to fit a lens
+_ERROR = 0.1  # of every layer, at which fitting stops
+_QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit without a flag
+_TOKENS = 64
+_SHOWN = 6  # last positions, in a terminal
+
+
+def run(
+    directory: CheckpointPath,
+    /,
+    *,
+    text: str,
+    lens: Path | None = None,
+    kind: Kind | None = None,
+    fit: str | None = None,
+    stretches: Whole = _STRETCHES,
+    save: Path | None = None,
+    out: Path | None = None,
+    max_tokens: Whole = _TOKENS,
+    device: Device = None,
+    json: Json = False,
+) -> int:
+    """What a model predicts after each of its layers: a table, JSON and a page.
+
+    The law of the next token is read off the stream after every layer: as it is (logit lens), and
+    through the average derivative of the later layers (Jacobian lens), with and without the offset
+    that makes it an approximation of them. The table states how far each agrees with the model's
+    own law, and the page shows the words, layer by layer and token by token.
+
+    Without --lens a Jacobian lens is fitted to what follows in the text, if that takes seconds;
+    else only the logit lens is shown, and a sentence says so.
+
+    Parameters
+    ----------
+    directory
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
+    text
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
+    lens
+        A lens that --save has written for this model.
+    kind
+        "logit" fits nothing; "jacobian" fits a lens whatever it costs.
+    fit
+        The text that the lens is fitted to; what follows the tokens of --text when left out.
+    stretches
+        Stretches of that text, of 64 tokens each, at most; fewer where the error bar of every layer
+        is below 10 %.
+    save
+        Write the fitted lens to this file, of safetensors.
+    out
+        The page; lens.html when left out, and none with --json.
+    max_tokens
+        Tokens of the text that are shown.
+    """
+    if lens is not None and (fit, save, kind) != (None, None, None):
+        raise ValueError("--lens has a lens already; leave out --fit, --save and --kind.")
+    if kind == "logit" and (fit is not None or save is not None):
+        raise ValueError("--kind logit fits no lens; leave out --fit and --save.")
+    if stretches < 1:
+        raise ValueError(f"--stretches {stretches} should be 1 or more.")
+    target = out if json else out or PAGE
+    reads = [directory, lens, text_path(text), text_path(fit)]
+    if target is not None:
+        require_page(target, reads=reads)
+    if save is not None:
+        require_output(save, new=True, reads=reads)
+    require_inputs(directory, text)
+    if fit is not None:
+        require_inputs(text=fit)
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.inspection import open_model
+        from fenchel.inspection.trace import tokenize_text
+        from fenchel.interpretability import JacobianLens, fit_lens, hooked
+        from fenchel.interpretability import lens as read
+
+        on, _ = device_and_dtype(device)
+        subject = open_model(directory)
+        subject.model.to(on)
+        model = hooked(subject)
+        words = tokenize_text(subject, text, max_tokens)
+        found = [read(model, words.ids)]
+        if lens is not None:
+            fitted: JacobianLens | None = JacobianLens.load(lens, model)
+            did = f"The lens is that of {printable(lens, 4096)}"
+        else:
+            source = _Source(subject, fit or text, 0 if fit else len(words.ids), words.ids)
+            requested = kind == "jacobian" or fit is not None or save is not None
+            fitted = None
+            if (why := _why_not(model, source, kind, requested=requested)) is None:
+                texts, did = source.stretches(
+                    _affordable(model, source, stretches, requested=requested)
+                )
+                skip = min(16, len(texts[0]) // 4)
+                fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
+                about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source.text}"
+                fitted = replace(fitted, about=about)
+        if fitted is None:
+            did = f"Only the logit lens is shown: {why}"
+        else:
+            console.progress("reading the layers", 0, 0)
+            did += f", from {_count(fitted.texts)}"
+            did += f" with {fitted.positions} positions in all." if fitted.positions else "."
+            offsets = (False, True) if fitted.has_offset else (False,)
+            found += [read(model, words.ids, "jacobian", fit=fitted, offset=o) for o in offsets]
+    if save is not None and fitted is not None:
+        fitted.save(save)
+        did += f" It is saved in {printable(save, 4096)}."
+    record = _record(subject, words.name, words.tokens, found, fitted, did)
+    if target is not None:
+        from fenchel.files import write_atomic
+        from fenchel.report.lens_page import render
+
+        write_atomic(target, render(record))
+    if json:
+        print(json_format.dumps(record))
+        return 0
+    show(_tables(record), [did], target)
+    return 0
+
+
+class _Source:
+    """Stretches of a text for a fit: those after the first ``skipped`` tokens, or ``own``."""
+
+    def __init__(
+        self, subject: "InspectedModel", text: str, skipped: int, own: Sequence[int]
+    ) -> None:
+        self.subject, self.text, self.skipped, self.own = subject, printable(text), skipped, own
+        self.path = text
+        self.length = min(_TOKENS, subject.context or _TOKENS)
+
+    def stretches(self, count: int) -> tuple[list[list[int]], str]:
+        """At most so many, and what they are."""
+        if found := list(self._windows(count)):
+            where = f"{self.text} after these tokens" if self.skipped else self.text
+            return found, f"The lens is fitted to {where}"
+        return [list(self.own)], "The lens is fitted to these tokens themselves"
+
+    def _windows(self, count: int) -> Iterator[list[int]]:
+        from fenchel.data import open_text
+
+        ids, left = list[int](), self.skipped
+        for document in open_text(self.path).documents():
+            ids += self.subject.encode(document.text, first=not ids)
+            cut = min(left, len(ids))
+            ids, left = ids[cut:], left - cut
+            while len(ids) >= self.length and count:
+                yield ids[: self.length]
+                ids, count = ids[self.length :], count - 1
+            if not count:
+                return
+
+
+def _affordable(model: "HookedModel", source: _Source, stretches: int, *, requested: bool) -> int:
+    """So many stretches, or fewer where a fit was not requested and takes long."""
+    from fenchel.interpretability.jacobian_lens import fit_flops
+
+    quick = int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, source.length))
+    return stretches if requested else min(stretches, quick)
+
+
+def _why_not(
+    model: "HookedModel", source: _Source, kind: Kind | None, *, requested: bool
+) -> str | None:
+    """Why no lens is fitted; None where it is."""
+    if kind == "logit":
+        return "--kind logit."
+    if model.layers < 2:
+        if requested:
+            raise ValueError("a model of one layer has no stream between its layers to read.")
+        return "the model has one layer, whose law is its own."
+    if not requested and _affordable(model, source, 2, requested=False) < 2:
+        return (
+            f"a Jacobian lens takes about {_fit_time(model, source)} per stretch of "
+            f"{source.length} tokens here; --kind jacobian fits one, and --save keeps it."
+        )
+    return None
+
+
+def _fit_time(model: "HookedModel", source: _Source) -> str:
+    """About how long a stretch takes: a forward pass per row of the matrices, as measured."""
+    import torch
+
+    from fenchel.interpretability.hooked_model import Taps
+
+    ids = model.batch((list(source.own) * source.length)[: source.length])
+    with torch.no_grad():
+        model.logits(ids, Taps())  # the first pass is slower
+        begun = time.perf_counter()
+        model.logits(ids, Taps())
+    seconds = model.width * (time.perf_counter() - begun)
+    return f"{max(seconds, 1.0):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+def _record(
+    subject: "InspectedModel",
+    text: str,
+    tokens: Sequence[str],
+    found: "Sequence[Lens]",
+    fitted: "JacobianLens | None",
+    did: str,
+) -> dict[str, Any]:
+    """The result as plain values; ``words`` has the text of every token that a law names."""
+    from fenchel.inspection.trace import token_text
+
+    used = sorted({i for one in found for i in one.top.flatten().tolist()})
+    return {
+        "subject": subject.facts(),
+        "text": text,
+        "tokens": list(tokens),
+        "did": did,
+        "fit": None
+        if fitted is None
+        else {
+            "about": fitted.about,
+            "texts": fitted.texts,
+            "positions": fitted.positions,
+            "skip": fitted.skip,
+            "error": {n: _finite(fitted.error(n)) for n in fitted.layers},
+            "spread_texts": dict(fitted.spread_texts),
+            "spread_positions": dict(fitted.spread_positions),
+        },
+        "words": {i: token_text(subject.tokenizer, i) for i in used},
+        "lenses": [one.plain() for one in found],
+    }
+
+
+def _tables(record: dict[str, Any]) -> Iterator[Table]:
+    """Agreement by layer, and what the layers say at the last positions."""
+    subject, lenses, tokens = record["subject"], record["lenses"], record["tokens"]
+    title = escape(
+        f"{subject['name']} ({subject['family']}, {subject['parameters']:,} parameters)\n"
+        f"on {record['text']}, {len(tokens)} tokens"
+    )
+    names = {"logit": "logit", "jacobian without offset": "J x", "jacobian": "offset"}
+    headings = ["layer", *(x for one in lenses for x in (f"{names[one['kind']]} top", "KL"))]
+    errors = (record["fit"] or {}).get("error", {})
+    legend = (
+        "top: share of tokens whose most likely next word is already the model's own; KL: from the "
+        "model's own law to that of the layer, in nats; settled: share whose answer stays on top "
+        "from this layer on"
+    )
+    legend += "; error: relative standard error of the matrix of a layer" if errors else ""
+    extra = ["settled", *(["error"] if errors else [])]
+    table = plain_table(title, [*headings, *extra], legend)
+    best = lenses[-1]
+    for place, layer in enumerate(best["layers"]):
+        cells = [str(layer)]
+        for one in lenses:
+            row = one["agreement"][one["layers"].index(layer)]
+            cells += [f"{row['top']:.2f}", f"{row['kl']:.2f}"]
+        first = best["first"][1:]
+        cells.append(f"{sum(n <= layer for n in first) / len(first):.2f}")
+        if errors:
+            error = errors.get(layer)
+            last = place == len(best["layers"]) - 1
+            cells.append("" if last else "?" if error is None else f"{error:.2f}")
+        table.add_row(*cells)
+    yield table
+    shown = list(range(max(0, len(tokens) - _SHOWN), len(tokens)))
+    said = plain_table(
+        f"what each layer predicts next ({best['kind']} lens)",
+        ["after", *(_word(tokens[t]) for t in shown)],
+    )
+    count = len(best["layers"])
+    step = max(1, math.ceil(count / 12))
+    for place in [*range(count - 1, -1, -step)][::-1]:
+        tops = (best["top"][place][t][0] for t in shown)
+        said.add_row(str(best["layers"][place]), *(_word(record["words"][i]) for i in tops))
+    yield said
+
+
+def _word(text: str) -> str:
+    return escape(printable(text.replace(" ", "·").replace("\n", "↵"), 12))
+
+
+def _count(texts: int) -> str:
+    return "one stretch" if texts == 1 else f"{texts} stretches"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,131 @@
+"""fenchel patch: which site of a model carries the difference between two prompts."""
+
+import json as json_format
+from pathlib import Path
+from typing import Any
+
+from fenchel.cli.ablate import agreement_sentence, effects_table
+from fenchel.cli.console import (
+    CheckpointPath,
+    Console,
+    Device,
+    Json,
+    Whole,
+    Words,
+    device_and_dtype,
+    require_inputs,
+)
+from fenchel.cli.inspect import require_page, show
+from fenchel.files import printable
+
+PAGE = Path("patch.html")
+_NAMES = {"q": "queries", "k": "keys", "v": "values", "stream": "streams"}
+
+
+def run(
+    directory: CheckpointPath,
+    clean: Words,
+    corrupt: Words,
+    /,
+    *,
+    answer: Words | None = None,
+    against: Words | None = None,
+    sites: str = "q,k,v,stream",
+    exact: Whole | None = None,
+    out: Path | None = None,
+    device: Device = None,
+    json: Json = False,
+) -> int:
+    """Which site of a model carries the difference between two prompts.
+
+    The model reads the corrupt prompt with one query, key, value or stream taken from its pass on
+    the clean one. The effect is the share of the difference that comes back, 0 to 1, in the logit
+    of an answer less that of another token. Small models are run once per site; of large ones all
+    sites are ranked by one gradient, with the choice computed anew, and the largest are run.
+
+    Parameters
+    ----------
+    directory
+        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
+        Hugging Face cache.
+    clean
+        The prompt whose answer is looked for.
+    corrupt
+        A prompt of as many tokens with another answer.
+    answer
+        The word that follows the clean prompt; the token that the two laws differ most in when left
+        out.
+    against
+        The word that follows the corrupt prompt.
+    sites
+        What is patched: q, k, v (per head), head (its output), attention, mlp (per layer), stream
+        (per layer and token).
+    exact
+        Sites of each kind that are run; all by default where that is cheap, else 20.
+    out
+        The page; patch.html when left out, and none with --json.
+    """
+    target = out if json else out or PAGE
+    if target is not None:
+        require_page(target, reads=[directory])
+    if exact is not None and exact < 1:
+        raise ValueError(f"--exact {exact} should be 1 or more.")
+    require_inputs(directory)
+    parts = [part.strip() for part in sites.split(",") if part.strip()]
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.inspection import open_model
+        from fenchel.inspection.trace import token_text
+        from fenchel.interpretability import patch
+
+        on, _ = device_and_dtype(device)
+        subject = open_model(directory)
+        subject.model.to(on)
+        tokenizer = subject.tokenizer
+        prompts = [subject.encode(prompt, first=True) for prompt in (clean, corrupt)]
+        tokens = [[token_text(tokenizer, i) for i in ids] for ids in prompts]
+        if len(prompts[0]) != len(prompts[1]):
+            raise ValueError(
+                "patching needs two prompts of the same number of tokens; these have "
+                f"{len(prompts[0])} and {len(prompts[1])}: {'|'.join(tokens[0])} and "
+                f"{'|'.join(tokens[1])}."
+            )
+        named = [
+            None if word is None else tokenizer.encode(f" {word.strip()}")[0]
+            for word in (answer, against)
+        ]
+        found = patch(
+            subject,
+            prompts[0],
+            prompts[1],
+            parts,
+            answer=named[0],
+            against=named[1],
+            exact=exact,
+            progress=console.progress,
+        )
+    record: dict[str, Any] = {
+        "subject": subject.facts(),
+        "clean_tokens": tokens[0],
+        "corrupt_tokens": tokens[1],
+        "words": [token_text(tokenizer, i) for i in (found.answer, found.against)],
+        **found.plain(),
+    }
+    if target is not None:
+        from fenchel.files import write_atomic
+        from fenchel.report.effects_page import render_patch
+
+        write_atomic(target, render_patch(record))
+    if json:
+        print(json_format.dumps(record))
+        return 0
+    right, wrong = (printable(repr(word)) for word in record["words"])
+    sentences = [
+        f"{subject.name}: the logit of {right} less that of {wrong} is {found.clean:.3f} after the "
+        f"clean prompt and {found.base:.3f} after the corrupt one. Share: of that difference, back "
+        "with one site of the clean pass. Sites are layer.head; tokens count from 0.",
+        agreement_sentence(record, _NAMES),
+    ]
+    show([effects_table(record, "share")], sentences, target)
+    return 0

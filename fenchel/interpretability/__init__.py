@@ -1,0 +1,25 @@
+"""What a model has computed where: lenses, ablation, patching, the parts of a score."""
+
+from fenchel.interpretability.ablation import Ablation, ablate
+from fenchel.interpretability.hooked_model import HookedModel, hooked
+from fenchel.interpretability.intervention import Site
+from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
+from fenchel.interpretability.lens_laws import Agreement, Lens, lens
+from fenchel.interpretability.patching import Patch, patch
+from fenchel.interpretability.score_parts import score_parts
+
+__all__ = [
+    "Ablation",
+    "Agreement",
+    "HookedModel",
+    "JacobianLens",
+    "Lens",
+    "Patch",
+    "Site",
+    "ablate",
+    "fit_lens",
+    "hooked",
+    "lens",
+    "patch",
+    "score_parts",
+]

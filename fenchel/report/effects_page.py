@@ -1,0 +1,233 @@
+"""Pages of ``fenchel ablate`` and ``fenchel patch``: effects of sites as heat maps and tables.
+
+record (plain values of the command) -> sections -> one document
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fenchel.report.html import (
+    Html,
+    Section,
+    clean,
+    document,
+    element,
+    format_number,
+    heat_map,
+    heat_values,
+    join,
+    method_section,
+    number_cards,
+    page_header,
+    picture,
+    shorten,
+    table,
+)
+from fenchel.report.inspection_blocks import span_titles, span_tokens
+
+_NAMES = {
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "head": "outputs of heads",
+    "attention": "attention",
+    "mlp": "MLP",
+    "stream": "stream",
+}
+_ROWS = 200  # of the table of effects
+Effect = Mapping[str, Any]
+
+
+def render_ablation(record: Mapping[str, Any]) -> str:
+    """The page of an ablation as text."""
+    subject = record["subject"]
+    name = shorten(clean(str(subject["name"])), 200)
+    sentence = (
+        f"What the loss becomes when a part is replaced by {record['to']}, on {record['tokens']} "
+        f"tokens of {shorten(clean(record['text']), 80)}. The part is needed where the "
+        "change is positive."
+    )
+    strongest = record["effects"][0]
+    cards = [
+        ("Loss of the whole model", format_number(record["loss"]), "nats per token"),
+        ("Largest change", format_number(value_of(strongest)), site_name(strongest)),
+    ]
+    lower = [one for one in record["effects"] if value_of(one) < 0]
+    cards.append(("Parts that lower it", f"{len(lower)}", f"of {len(record['effects'])}"))
+    sections = [
+        _section("summary", "Summary", number_cards(cards)),
+        *_grids(record, unit="nats per token", tokens=()),
+        _method(record),
+    ]
+    return document(
+        title=f"{name} ablated · fenchel",
+        header=page_header("ablation", name, sentence),
+        sections=sections,
+        views=("heat_map.js",),
+    )
+
+
+def render_patch(record: Mapping[str, Any]) -> str:
+    """The page of a patch between two prompts as text."""
+    subject, (right, wrong) = record["subject"], record["words"]
+    name = shorten(clean(str(subject["name"])), 200)
+    words = [shorten(clean(word), 40) for word in (right, wrong)]
+    sentence = (
+        f"How much of the difference between “{words[0]}” and “{words[1]}” comes back when one "
+        "site of the pass on the corrupt prompt is that of the pass on the clean one: 0 nothing, "
+        "1 all of it."
+    )
+    strongest = record["effects"][0]
+    cards = [
+        ("Clean", format_number(record["clean"]), "logit of the one less that of the other"),
+        ("Corrupt", format_number(record["corrupt"]), "the same after the other prompt"),
+        ("Largest share", format_number(value_of(strongest)), site_name(strongest)),
+    ]
+    prompts = [
+        element("p", element("strong", f"{label}  "), shorten(clean("".join(tokens)), 2000))
+        for label, tokens in (
+            ("Clean", record["clean_tokens"]),
+            ("Corrupt", record["corrupt_tokens"]),
+        )
+    ]
+    sections = [
+        _section("summary", "Summary", join([*prompts, number_cards(cards)], "\n")),
+        *_grids(record, unit="share", tokens=record["corrupt_tokens"]),
+        _method(record),
+    ]
+    return document(
+        title=f"{name} patched · fenchel",
+        header=page_header("patch", name, sentence),
+        sections=sections,
+        views=("heat_map.js",),
+    )
+
+
+def value_of(effect: Effect) -> float:
+    """The exact effect, or the estimate of a site that was not run."""
+    exact = effect["exact"]
+    return float(effect["estimate"] if exact is None else exact)
+
+
+def site_name(effect: Effect) -> str:
+    """
+    >>> site_name({"part": "q", "layer": 2, "head": 1, "position": None})
+    'layer 2, queries, head 1'
+    """
+    name = f"layer {effect['layer']}, {_NAMES[effect['part']]}"
+    name += "" if effect["head"] is None else f", head {effect['head']}"
+    return name if effect["position"] is None else f"{name} at token {effect['position']}"
+
+
+def _grids(record: Mapping[str, Any], *, unit: str, tokens: Sequence[str]) -> list[Section]:
+    """A section per kind of grid: heads, whole branches, tokens of the stream."""
+    effects = record["effects"]
+    heads = [one for one in effects if one["head"] is not None]
+    streams = [one for one in effects if one["position"] is not None]
+    rest = [one for one in effects if one["head"] is None and one["position"] is None]
+    sections = []
+    for group in (("q", "head"), ("k", "v")):  # keys and values may have fewer heads
+        some = [one for one in heads if one["part"] in group]
+        if not some:
+            continue
+        parts = [part for part in group if any(one["part"] == part for one in some)]
+        columns = sorted({one["head"] for one in some})
+        data = _grid(some, "head", columns, parts, [str(n) for n in columns], across="head")
+        title = (
+            "Heads" if parts == ["head"] else " and ".join(_NAMES[p] for p in parts).capitalize()
+        )
+        about = "One row per layer, one column per head."
+        sections.append(_figure(parts[0], title, about, data, some, unit))
+    if rest:
+        parts = list(dict.fromkeys(one["part"] for one in rest))
+        layers = sorted({one["layer"] for one in rest})
+        at = {(one["part"], one["layer"]): value_of(one) for one in rest}
+        values = [[at.get((part, n), math.nan) for n in layers] for part in parts]
+        data = heat_map(
+            [_NAMES[part] for part in parts],
+            [str(n) for n in layers],
+            [heat_values(unit, values)],
+            across="layer",
+        )
+        about = "What each layer's attention and MLP add, removed or replaced as a whole."
+        sections.append(_figure("branches", "Layers", about, data, rest, unit))
+    if streams:
+        columns = sorted({one["position"] for one in streams})
+        edges = [*columns, columns[-1] + 1]
+        data = _grid(
+            streams,
+            "position",
+            columns,
+            ["stream"],
+            span_tokens(tokens, edges),
+            across="token",
+            titles=span_titles(tokens, edges),
+        )
+        about = "The stream after a layer at one token. Tokens before the first difference are "
+        about += "left out: they are the same in both passes."
+        sections.append(_figure("streams", "Streams", about, data, streams, unit))
+    return sections
+
+
+def _grid(
+    effects: Sequence[Effect],
+    axis: str,
+    columns: Sequence[int],
+    parts: Sequence[str],
+    names: Sequence[str],
+    *,
+    across: str,
+    titles: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    layers = sorted({one["layer"] for one in effects})
+    at = {(one["part"], one["layer"], one[axis]): value_of(one) for one in effects}
+    measures = [
+        heat_values(
+            _NAMES[part],
+            [[at.get((part, n, c), math.nan) for c in columns] for n in layers],
+        )
+        for part in parts
+    ]
+    rows = [f"layer {n}" for n in layers]
+    return heat_map(rows, names, measures, across=across, titles=titles)
+
+
+def _figure(
+    anchor: str, title: str, about: str, data: Any, effects: Sequence[Effect], unit: str
+) -> Section:
+    rows = [
+        (
+            site_name(one),
+            "" if one["exact"] is None else format_number(one["exact"]),
+            format_number(one["estimate"]),
+        )
+        for one in effects[:_ROWS]
+    ]
+    numbers = table(("site", "exact", "estimate"), rows, caption=f"{unit}, the largest first")
+    note = "Exact where a pass was run, else the estimate."
+    figure = picture(anchor, title, f"{about} {note}", numbers, width="whole")
+    return Section(anchor=anchor, title=title, body=figure, pictures={anchor: data})
+
+
+def _section(anchor: str, title: str, body: Html) -> Section:
+    return Section(anchor=anchor, title=title, body=body)
+
+
+def _method(record: Mapping[str, Any]) -> Section:
+    about = (
+        "An estimate is the product of the gradient, from one pass, with the change of what "
+        "follows the site; the choice of a changed query, key, value or map is computed anew and "
+        "only the layers after it are linearised. An exact effect is a pass of its own."
+    )
+    agreement = {
+        _NAMES[row["part"]]: {
+            "sites": row["sites"],
+            "run exactly": row["run"],
+            "rank correlation": "" if row["spearman"] is None else f"{row['spearman']:.3f}",
+            "largest in common": f"{row['shared']:.0%}",
+            "mean error of estimates": f"{row['error']:.0%}",
+        }
+        for row in record["agreement"]
+    }
+    return method_section("Method", about, {"subject": record["subject"], **agreement})

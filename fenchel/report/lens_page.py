@@ -1,0 +1,196 @@
+"""The page of ``fenchel lens``: what every layer predicts next, and how far it agrees.
+
+record (plain values of the command) -> sections -> one document
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fenchel.report.html import (
+    Section,
+    clean,
+    document,
+    element,
+    format_number,
+    heat_map,
+    heat_values,
+    join,
+    json_numbers,
+    method_section,
+    number_cards,
+    page_header,
+    picture,
+    pluralise,
+    shorten,
+    table,
+)
+from fenchel.report.inspection_blocks import span_edges, span_titles, span_tokens
+
+_TOKENS = 128  # columns of the grid
+_WORD = 24  # characters of a word in the grid
+_NAMES = {
+    "logit": ("Logit lens", "The stream as it is, through the last norm and the LM head."),
+    "jacobian without offset": (
+        "J x",
+        "The stream times the average derivative of the later layers, as published: its linear "
+        "part alone.",
+    ),
+    "jacobian": (
+        "With offset",
+        "The mean last stream plus the average derivative times the distance from the mean stream "
+        "of the layer.",
+    ),
+}
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The whole page as text."""
+    subject = record["subject"]
+    name = shorten(clean(str(subject["name"])), 200)
+    sentence = (
+        f"What each of {pluralise(len(record['lenses'][-1]['layers']), 'layer')} predicts next, "
+        f"on the first {pluralise(len(record['tokens']), 'token')} of "
+        f"{shorten(clean(record['text']), 80)}."
+    )
+    return document(
+        title=f"{name} through a lens · fenchel",
+        header=page_header("lens", name, sentence),
+        sections=[_summary(record), _laws(record), _agreement(record), _method(record)],
+        views=("heat_map.js", "lens.js"),
+    )
+
+
+def _summary(record: Mapping[str, Any]) -> Section:
+    best = record["lenses"][-1]
+    rows, first = best["agreement"], best["first"][1:]
+    half = next((row for row in rows if row["top"] >= 0.5), rows[-1])
+    last = rows[-2] if len(rows) > 1 else rows[-1]
+    layers = best["layers"]
+    early = sum(n < layers[-1] for n in first) / max(len(first), 1)
+    cards = [
+        (
+            "Half of the answers are on top",
+            f"layer {half['layer']}",
+            f"{half['top']:.0%} of the tokens, {_NAMES[best['kind']][0].lower()}",
+        ),
+        (
+            "Settled before the last layer",
+            f"{early:.0%}",
+            "of the tokens keep their word to the end",
+        ),
+        (
+            f"Loss after layer {last['layer']}",
+            format_number(last["loss"], 3),
+            f"nats per token; {format_number(rows[-1]['loss'], 3)} by the model itself",
+        ),
+    ]
+    body = [number_cards(cards), element("p", record["did"], class_="note")]
+    return Section(anchor="summary", title="Summary", body=join(body, "\n"))
+
+
+def _laws(record: Mapping[str, Any]) -> Section:
+    tokens = [clean(token) for token in record["tokens"][:_TOKENS]]
+    words = {key: shorten(clean(word), _WORD) for key, word in record["words"].items()}
+    count, last = len(tokens), record["lenses"][-1]
+    lenses = [
+        {
+            "name": _NAMES[one["kind"]][0],
+            "about": _NAMES[one["kind"]][1],
+            "layers": one["layers"],
+            "top": [row[:count] for row in one["top"]],
+            "p": [[json_numbers(law) for law in row[:count]] for row in one["probability"]],
+            "kl": [json_numbers(row[:count]) for row in one["kl"]],
+            "rank": [row[:count] for row in one["rank"]],
+        }
+        for one in record["lenses"]
+        if one["layers"] == last["layers"]
+    ]
+    place = max(range(1, count), key=lambda t: last["kl"][0][t]) if count > 1 else 0
+    data = {
+        "view": "laws",
+        "tokens": tokens,
+        "words": words,
+        "lenses": lenses,
+        "start": [place, 0],
+    }
+    caption = (
+        "One row per layer, one column per token: the word that the layer predicts after it, "
+        "shaded by its probability. The last row is the model itself, and cells that already have "
+        "its word are framed. Choose a cell, or move with the arrow keys, to see its law."
+    )
+    rows = [(f"{t} {tokens[t]}", *(words[row[t][0]] for row in last["top"])) for t in range(count)]
+    head = ("token", *(f"layer {n}" for n in last["layers"]))
+    numbers = table(
+        head, rows, caption=f"The most likely next word, {_NAMES[last['kind']][0]}", numeric=False
+    )
+    figure = picture("laws", "What each layer predicts", caption, numbers, width="whole")
+    return Section(anchor="laws", title="Words", body=figure, pictures={"laws": data})
+
+
+def _agreement(record: Mapping[str, Any]) -> Section:
+    lenses, fit = record["lenses"], record["fit"]
+    layers, tokens = lenses[-1]["layers"], record["tokens"]
+    edges = span_edges(min(len(tokens), _TOKENS), _TOKENS)
+    kl = heat_map(
+        [f"layer {n}" for n in layers],
+        span_tokens(tokens, edges),
+        [
+            heat_values(
+                _NAMES[one["kind"]][0],
+                [row[: len(edges) - 1] for row in one["kl"]],
+                "KL(model || layer) in nats.",
+                bend="root",
+            )
+            for one in reversed(lenses)
+            if one["layers"] == layers
+        ],
+        across="token",
+        titles=span_titles(tokens, edges),
+    )
+    names = [_NAMES[one["kind"]][0] for one in lenses]
+    head = ("layer", *(f"{name}: {what}" for name in names for what in ("top", "KL", "loss")))
+    errors = {} if fit is None else fit["error"]
+    head = (*head, "error of J") if errors else head
+    rows = []
+    for n in layers:
+        cells: list[str] = []
+        for one in lenses:
+            row = one["agreement"][one["layers"].index(n)]
+            cells += [
+                f"{row['top']:.2f}",
+                format_number(row["kl"], 3),
+                format_number(row["loss"], 3),
+            ]
+        if errors:
+            error = errors.get(n)
+            cells.append("" if error is None else f"{error:.0%}")
+        rows.append((str(n), *cells))
+    caption = (
+        "Means over all tokens but the first. Top: share with the model's own word on top; KL and "
+        "loss in nats"
+    )
+    numbers = table(head, rows, caption=caption)
+    about = (
+        "Every layer against the model's own law. Low layers often hold little more than the "
+        "average word, whatever the lens."
+    )
+    figure = picture(
+        "kl", "Distance from the model's own law", about, numbers, width="whole", open_=True
+    )
+    return Section(anchor="agreement", title="Agreement", body=figure, pictures={"kl": kl})
+
+
+def _method(record: Mapping[str, Any]) -> Section:
+    about = (
+        "A Jacobian lens is the derivative of the stream after the last layer in that after layer "
+        "l, summed over later positions, averaged over positions and texts, by exact reverse "
+        "products. Its error is the spread over texts divided by the root of their number. Laws "
+        "are read through the model's own last norm and LM head."
+    )
+    fit = record["fit"]
+    tables: dict[str, Mapping[str, Any]] = {"subject": record["subject"]}
+    if fit is not None:
+        spread = {f"layer {n}": format_number(x, 3) for n, x in fit["spread_positions"].items()}
+        stated = {name: fit[name] for name in ("about", "texts", "positions", "skip")}
+        tables |= {"fit": stated, "spread over positions, of |J|": spread}
+    return method_section("Method", about, tables)
