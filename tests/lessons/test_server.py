@@ -359,7 +359,8 @@ def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     browser.open(server.address)
     links = browser.driver.find_elements(By.CSS_SELECTOR, "h3 a")
     assert [link.text for link in links] == [
-        f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)
+        "The whole model on one screen",
+        *(f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)),
     ]
     assert not browser.console()
 
