@@ -296,20 +296,24 @@ def waiting_page(each: Lesson) -> str:
     return document(title=each.title, header=header, sections=[]).partition("<nav")[0]
 
 
-def _entry(each: Lesson, solved: bool) -> Html:
-    number = COURSE.index(each) + 1
+def lesson_facts(each: Lesson) -> str:
+    """Minutes, and what to read before."""
     needs = ", ".join(str(COURSE.index(lesson(name)) + 1) for name in each.needs)
     facts = f"{each.minutes} minutes" + (
         f" · after {pluralise(len(each.needs), 'lesson').split()[1]} {needs}" if needs else ""
     )
-    facts += " · research, not needed for the other lessons" if each.research else ""
+    return facts + (" · research, not needed for the other lessons" if each.research else "")
+
+
+def _entry(each: Lesson, solved: bool) -> Html:
+    number = COURSE.index(each) + 1
     mark = element("span", "solved", class_="status finished") if solved else None
     link = element("a", f"{number}. {each.title}", href=f"/lessons/{each.name}/")
     return element(
         "article",
         element("h3", link, " ", mark),
         element("p", each.question),
-        element("p", facts, class_="over"),
+        element("p", lesson_facts(each), class_="over"),
     )
 
 

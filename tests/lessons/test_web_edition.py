@@ -1,0 +1,148 @@
+"""``fenchel learn --freeze``: pages from a folder, in a browser, against the library."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from fenchel.cli import main
+from fenchel.lessons.course import COURSE
+from fenchel.lessons.notebook_states import Notebook
+from fenchel.lessons.static_html import plain_html
+from fenchel.lessons.web_edition import hints_of
+from tests.browser import PHONE, Browser, needs_browser
+
+NAME = "l09_sparse_choice"
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
+"""Names that are never fetched."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("edition") / "course"
+    assert main(["learn", "9", "--freeze", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Notebook:
+    return Notebook(NAME)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    session = Browser()
+    yield session
+    session.driver.quit()
+
+
+def open_lesson(browser: Browser, folder: Path, state: str = "", width: int = 1280) -> None:
+    browser.open("about:blank")
+    browser.open(f"{(folder / NAME).as_uri()}.html{state}", width=width)
+    browser.until(lambda: browser.run("return document.body.dataset.ready"))
+
+
+def test_the_folder_has_the_list_the_model_and_the_lesson(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {path.name for path in folder.iterdir()} == {"index.html", "model.html", f"{NAME}.html"}
+    index = (folder / "index.html").read_text()
+    assert index.index('href="model.html"') < index.index('href="l01_slopes.html"')
+    assert all(f'href="{each.name}.html"' in index for each in COURSE)
+    for path in folder.iterdir():
+        addresses = re.findall(r"https?://[^\s\"'<]*", path.read_text())
+        assert {each.rstrip("\\") for each in addresses} <= NAMESPACES, path.name
+    assert main(["learn", "--freeze", str(folder / "index.html")]) == 2
+    assert main(["learn", "9", "--freeze", str(folder), "--edit"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_hints_are_what_the_check_says(notebook: Notebook) -> None:
+    exercise = notebook.names["exercise"]
+    hints = hints_of(exercise)
+    assert hints[0].endswith(str(exercise.mark(exercise.starter)))
+    assert hints[1:] == ["Return a tensor.", "Return one weight per score."]
+
+
+@needs_browser
+def test_every_control_shows_what_the_library_computed_there(
+    browser: Browser, folder: Path, notebook: Notebook
+) -> None:
+    open_lesson(browser, folder)
+    shown = "return [...document.querySelectorAll('.cell')].map((cell) => cell.innerText)"
+    for name in ("steepness", "exponent", "cap"):
+        before = browser.run(shown)
+        browser.find(f"[data-control={name}]").send_keys(Keys.ARROW_RIGHT)
+        assert browser.run(shown) != before, name
+    positions = {name: control.start for name, control in notebook.controls.items()}
+    for name in ("steepness", "exponent", "cap"):
+        positions[name] = min(positions[name] + 1, len(notebook.controls[name].values) - 1)
+    browser.run("document.querySelectorAll('[data-control=guess]')[1].click()")
+    positions["guess"] = 2
+    compare = """
+        const made = document.createElement("div");
+        made.innerHTML = arguments[0];
+        const charts = (host) => Array.from(
+            host.querySelectorAll("[data-chart]"), (chart) => chart.dataset.chart);
+        const plain = (host) => {
+            const copy = host.cloneNode(true);
+            copy.querySelectorAll("[data-chart]").forEach((chart) => chart.replaceChildren());
+            return copy.textContent;
+        };
+        return [...document.querySelectorAll(".cell")].some((cell) =>
+            plain(cell) === plain(made) && String(charts(cell)) === String(charts(made)));
+    """
+    for cell in notebook.cells:
+        if not cell.controls:
+            continue
+        index = 0
+        for name in cell.controls:
+            index = index * len(notebook.controls[name].values) + positions[name]
+        expected = plain_html(notebook.outputs(cell)[index], notebook.controls)
+        assert browser.run(compare, expected), (cell.controls, expected[:200])
+    # The state is in the address: the same page again shows the same.
+    seen, address = browser.run(shown), browser.driver.current_url
+    open_lesson(browser, folder, "#" + address.split("#")[1])
+    assert browser.run(shown) == seen
+    assert browser.console() == []
+    assert [each for each in browser.requests() if not each.startswith("file:")] == []
+
+
+@needs_browser
+def test_charts_are_drawn_and_nothing_is_wider_than_a_phone(browser: Browser, folder: Path) -> None:
+    for width in (1280, PHONE):
+        open_lesson(browser, folder, width=width)
+        charts = browser.driver.find_elements(By.CSS_SELECTOR, ".cell > .down > .chart")
+        assert charts
+        for chart in charts:
+            drawn = chart.find_elements(By.CSS_SELECTOR, "path.curve, rect, circle")
+            assert drawn, chart.get_attribute("data-chart")
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+    browser.open(folder / "index.html", width=PHONE)
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE
+    assert browser.console() == []
+
+
+@needs_browser
+def test_hints_open_one_by_one_and_progress_is_kept(browser: Browser, folder: Path) -> None:
+    open_lesson(browser, folder)
+    hidden = "return [...document.querySelectorAll('.hints li')].map((each) => each.hidden)"
+    assert all(browser.run(hidden))
+    button = browser.find(".exercise .hint")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    assert browser.run(hidden)[0] is False
+    assert all(browser.run(hidden)[1:])
+    browser.find(".exercise textarea").send_keys("# mine")
+    browser.run("document.querySelector('.exercise input[type=checkbox]').click()")
+    browser.open(folder / "index.html")
+    assert browser.text("#count") == "1 of 21 exercises solved in this browser."
+    marks = browser.driver.find_elements(By.CSS_SELECTOR, ".status.finished")
+    assert [mark.is_displayed() for mark in marks] == [each.name == NAME for each in COURSE]
+    open_lesson(browser, folder)
+    assert "# mine" in (browser.find(".exercise textarea").get_attribute("value") or "")
+    assert browser.run(hidden)[0] is False
+    browser.run("localStorage.clear()")
