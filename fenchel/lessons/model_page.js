@@ -158,8 +158,9 @@ function drawNext() {
 	const row = bar(`${(model.V - said.length).toLocaleString("en")} others`, Math.max(0, rest), Math.max(0, rested), "div");
 	row.classList.add("rest");
 	$("next").append(row);
+	const followed = state.next ?? largest(before, 1)[0];
 	$("said").textContent = state.cuts.length
-		? `With ${state.cuts.length === 1 ? "the line" : `${state.cuts.length} lines`} cut, “${piece(target)}” goes from ${fixed(before[target])} to ${fixed(after[target])}. Red marks: before the cut.`
+		? `With ${state.cuts.length === 1 ? "the line" : `${state.cuts.length} lines`} cut, “${piece(followed)}” goes from ${fixed(before[followed])} to ${fixed(after[followed])}. Red marks: before the cut.`
 		: "Click a token to see its logit below; a double click writes it.";
 }
 function bar(name, value, mark, kind) {

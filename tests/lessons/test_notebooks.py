@@ -17,6 +17,8 @@ import pytest
 import fenchel
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, MODEL, NOTEBOOKS, Lesson
+from fenchel.lessons.static_html import plain_html
+from fenchel.lessons.web_edition import hints_of
 from fenchel.lessons.widgets import Exercise, recorded_claims
 
 each_lesson = pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
@@ -177,7 +179,10 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     monkeypatch.chdir(tmp_path)  # a folder without runs
     module = import_module(f"fenchel.lessons.notebooks.{lesson.name}")
     with recorded_claims() as spoken:
-        names = dict(module.app.run(defs={"run_path": None})[1])
+        outputs, defined = module.app.run(defs={"run_path": None})
+    names = dict(defined)
+    for output in outputs:
+        plain_html(output, {})  # the web edition has a form for each of them
     texts = tuple(without_numbers(text) for _, text in spoken)
     assert "own" not in names
     exercise = names["exercise"]
@@ -186,6 +191,7 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     assert exercise.mark(exercise.starter) is not None, "the starter passes"
     assert exercise.mark(exercise.solution) is None
     assert exercise.mark("") is not None
+    assert hints_of(exercise)
     # The cells of a model, with what the others have computed. Those of the setup stay.
     given = {name: value for name, value in names.items() if not hasattr(module, name)}
     assert given.pop("picker").value == str(MODEL)

@@ -1,5 +1,6 @@
 """``fenchel learn --freeze``: pages from a folder, in a browser, against the library."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +147,46 @@ def test_hints_open_one_by_one_and_progress_is_kept(browser: Browser, folder: Pa
     assert "# mine" in (browser.find(".exercise textarea").get_attribute("value") or "")
     assert browser.run(hidden)[0] is False
     browser.run("localStorage.clear()")
+
+
+EVERY_CONTROL = """
+    const still = [], host = document.querySelector("main");
+    let slowest = 0;
+    const names = new Set(Array.from(host.querySelectorAll("[data-control]"), (e) => e.dataset.control));
+    for (const name of names) {
+        const input = () => host.querySelector(`[data-control="${name}"]`), before = host.innerHTML;
+        const { type, max, options, value } = input();
+        const values = options ? Array.from(options, (o) => o.value) : type === "radio" ? [value] : Array.from({ length: +max + 1 }, (_, i) => i);
+        let moved = false;
+        for (const each of values) {
+            if (type === "radio") input().checked = true; else input().value = each;
+            const begun = performance.now();
+            input().dispatchEvent(new Event("input", { bubbles: true }));
+            document.body.offsetHeight; // lays the page out
+            slowest = Math.max(slowest, performance.now() - begun);
+            moved ||= host.innerHTML !== before;
+        }
+        if (!moved) still.push(name);
+    }
+    const undrawn = Array.from(host.querySelectorAll("[data-chart]")).filter((chart) => !chart.querySelector("svg"));
+    return [still, undrawn.length, slowest];
+"""  # noqa: E501
+
+
+@needs_browser
+@pytest.mark.skipif("FENCHEL_COURSE" not in os.environ, reason="FENCHEL_COURSE names no folder")
+def test_the_whole_course_as_it_was_written(browser: Browser) -> None:
+    """Minutes to write, so a step of its own in .ci/run: every control of every lesson."""
+    course = Path(os.environ["FENCHEL_COURSE"]).resolve()
+    assert {path.stem for path in course.glob("l*.html")} == {each.name for each in COURSE}
+    assert sum(path.stat().st_size for path in course.iterdir()) < 60e6
+    for path in sorted(course.glob("l*.html")):
+        browser.open(path, width=PHONE)
+        browser.until(lambda: browser.run("return document.body.dataset.ready"), seconds=30)
+        assert browser.run("return document.documentElement.scrollWidth") <= PHONE, path.name
+        still, undrawn, slowest = browser.run(EVERY_CONTROL)
+        print(f"{path.name}: a control answers within {slowest:.0f} ms")
+        assert (still, undrawn) == ([], 0), path.name
+        assert browser.run("return document.documentElement.scrollWidth") <= PHONE, path.name
+        assert browser.console() == [], path.name
+        assert [each for each in browser.requests() if not each.startswith("file:")] == []
