@@ -31,7 +31,7 @@ from fenchel.attention.spec import AttentionCall
 from fenchel.checkpoints import Loaded, load
 from fenchel.choice import by_name
 from fenchel.lessons.course import MODEL
-from fenchel.report.html import Html, data_block, element, join, policy, read_asset
+from fenchel.report.html import STYLES, Html, data_block, element, join, policy, read_asset
 
 EXAMPLES = (
     "The ships and the sailors need the Secretary of the",
@@ -112,7 +112,7 @@ def model_page(links: Html) -> str:
 
 def static_page(*, title: str, body: str, data: Any, style: str, script: str) -> str:
     """A page of the course in one file, in the style of the reports, with their strict policy."""
-    whole = read_asset("page.css") + style
+    whole = "".join(map(read_asset, STYLES)) + style
     return Template(_asset("page.html")).substitute(
         policy=policy(script=script, style=whole),
         title=join([title]),

@@ -33,7 +33,16 @@ from fenchel.lessons.notebook_states import Cell, Notebook
 from fenchel.lessons.server import lesson_facts, model_section
 from fenchel.lessons.static_html import plain_html
 from fenchel.lessons.widgets import Exercise
-from fenchel.report.html import Html, Section, data_block, element, join, page_header, read_asset
+from fenchel.report.html import (
+    STYLES,
+    Html,
+    Section,
+    data_block,
+    element,
+    join,
+    page_header,
+    read_asset,
+)
 
 _POLICY = "; ".join(
     (
@@ -251,7 +260,7 @@ def hints_of(exercise: Exercise) -> list[str]:
 
 def _page(title: str, body: Html, data: dict[str, Any], pieces: list[str]) -> str:
     packed = gzip.compress(json.dumps(pieces).encode(), 9, mtime=0)
-    style = read_asset("page.css") + read_asset("lesson_page.css", "fenchel.lessons")
+    style = "".join(map(read_asset, STYLES)) + read_asset("lesson_page.css", "fenchel.lessons")
     return Template(read_asset("page.html", "fenchel.lessons")).substitute(
         policy=_POLICY,
         title=join([title]),

@@ -50,7 +50,7 @@ from fenchel.report.run_data import (
 from fenchel.report.summary import evaluated_part, validation
 
 TONES = 8
-"""Colours of page.css; a ninth run has the colour of the first."""
+"""Colours of colours.css; a ninth run has the colour of the first."""
 _NAME, _BAR = 60, 18  # characters; half of a phone holds a name beside a bar
 _DERIVED = ("train.threads", "format", "text.prepared")  # of the machine, not of the experiment
 

@@ -29,6 +29,8 @@ from itertools import islice
 from string import Template
 from typing import Any
 
+STYLES = ("colours.css", "page.css")
+"""The style of every page; the colours serve pages of other kinds too."""
 SCRIPTS = ("charts.js", "attention_map.js")
 """The views of every page."""
 _ROWS = 500  # of a table of settings
@@ -299,7 +301,7 @@ def document(
     footer: str = "Written by fenchel. This page is one file: it loads nothing and sends nothing.",
 ) -> str:
     """The page as text; ``views`` are files with views beside those of ``SCRIPTS``."""
-    style = read_asset("page.css")
+    style = "".join(map(read_asset, STYLES))
     script = "".join(read_asset(name) for name in (*SCRIPTS, *views, "page.js"))
     pictures = {name: data for part in sections for name, data in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in sections)

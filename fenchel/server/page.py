@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from fenchel.report.html import SCRIPTS, data_block, join, policy, read_asset
+from fenchel.report.html import SCRIPTS, STYLES, data_block, join, policy, read_asset
 
 
 def page(nonce: str, facts: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def page(nonce: str, facts: Mapping[str, Any]) -> str:
     for a model that gives embeddings only) and key (whether requests need one). All but the name
     may be absent.
     """
-    style = read_asset("page.css") + read_asset("page.css", __package__)
+    style = "".join(map(read_asset, STYLES)) + read_asset("page.css", __package__)
     script = "".join(map(read_asset, SCRIPTS)) + read_asset("page.js", __package__)
     data = {"facts": dict(facts), "policy": policy(script=script, style=style)}
     return Template(read_asset("page.html", __package__)).substitute(

@@ -1,4 +1,4 @@
-"""The scripts and page.css of fenchel/report: what can be held without a browser."""
+"""The scripts and styles of fenchel/report: what can be held without a browser."""
 
 import re
 from importlib import resources
@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fenchel.report.html import SCRIPTS, read_asset
+from fenchel.report.html import SCRIPTS, STYLES, read_asset
 
 FILES = resources.files("fenchel.report")
 VIEWER = "".join(map(read_asset, SCRIPTS))
 SCRIPT = VIEWER + FILES.joinpath("page.js").read_text(encoding="utf-8")
-STYLE = FILES.joinpath("page.css").read_text(encoding="utf-8")
+STYLE = "".join(map(read_asset, STYLES))
 
 # Machado, Oliveira and Fernandes (2009): what is left of a linear colour when one cone is missing.
 BLIND = {

@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from fenchel.config import to_toml
 from fenchel.report.comparison import COLUMNS, TONES, compare_runs, render
+from fenchel.report.html import STYLES, read_asset
 
 TEXT = {"text_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "validation_bytes": 1000}
 
@@ -105,7 +105,7 @@ def test_a_bar_has_the_colour_of_the_curves_of_its_run(tmp_path: Path) -> None:
 
 
 def test_every_tone_has_a_colour_in_both_schemes() -> None:
-    css = resources.files("fenchel.report").joinpath("page.css").read_text()
+    css = "".join(map(read_asset, STYLES))
     for tone in range(TONES):
         assert len(re.findall(rf"--s{tone}: #[0-9a-f]{{6}};", css)) == 2
         assert f".line.s{tone}, .dot.s{tone}, .bar.s{tone}, .key.s{tone}::before" in css
