@@ -184,7 +184,7 @@ def page_address(address: str) -> str:
     """
     if found := re.fullmatch(r"\.\./(l\d\d_\w+)/?", address):
         return f"{found[1]}.html"
-    return "index.html" if address == "/" else address
+    return {"/": "index.html", "/model": "model.html"}.get(address, address)
 
 
 def _json(given: Mapping[str, str], name: str) -> Any:

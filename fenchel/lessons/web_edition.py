@@ -58,6 +58,10 @@ _FOOTER = (
     "Written by fenchel. Every control shows what the library computed at its position; nothing is "
     "loaded from elsewhere or sent, and what you do is kept in this browser."
 )
+_DRAWING = (
+    "What you pull moves the picture. The checked sentences below it stay at its first position in "
+    "this edition; in fenchel learn they follow."
+)
 
 
 class Written(NamedTuple):
@@ -173,20 +177,16 @@ def lesson_page(each: Lesson) -> tuple[str, int]:
         name: {"labels": control.labels, "start": control.start}
         for name, control in notebook.controls.items()
     }
-    number = COURSE.index(each)
-    following = {f"Next: {after.title}": f"{after.name}.html" for after in COURSE[number + 1 :][:1]}
-    way = {"All lessons": "index.html", "The model": "model.html", **following}
-    nav = element("nav", *(element("a", words, href=to) for words, to in way.items()))
-    body = (
-        f"{nav}<main>{''.join(shown)}</main>"
-        f"{element('footer', element('p', _FOOTER), element('p', _links(way)))}"
+    nav = page_links(All_lessons="index.html", The_whole_model="model.html")
+    body = join(
+        [
+            element("nav", nav),
+            element("main", Html("".join(shown))),
+            element("footer", element("p", _FOOTER)),
+        ]
     )
     data = {"name": each.name, "controls": controls, "cells": cells}
-    return _page(f"{each.title} · fenchel", Html(body), data, list(pieces)), states
-
-
-def _links(way: dict[str, str]) -> Html:
-    return join([element("a", words, href=to) for words, to in way.items()], Html(" · "))
+    return _page(f"{each.title} · fenchel", body, data, list(pieces)), states
 
 
 def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
@@ -197,7 +197,12 @@ def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
         return [""]
     if "picker" in cell.defines:
         return [str(element("p", element("strong", "On the model of the lessons.")))]
-    return [plain_html(output, notebook.controls) for output in notebook.outputs(cell)]
+    html = [plain_html(output, notebook.controls) for output in notebook.outputs(cell)]
+    drawings = {name for name in cell.defines if isinstance(notebook.names.get(name), mo.ui.text)}
+    if any(drawings & other.reads for other in notebook.cells):
+        note = element("p", _DRAWING, class_="small")
+        html = [each + note for each in html]
+    return html
 
 
 def exercise_html(exercise: Exercise) -> str:

@@ -75,7 +75,7 @@ def footer(name: str) -> mo.Html:
 def _way_on(name: str) -> str:
     number = COURSE.index(lesson(name)) + 1
     following = [f"[Next: {each.title}](../{each.name}/)" for each in COURSE[number : number + 1]]
-    return " · ".join([*following, "[All lessons](/)"])
+    return " · ".join([*following, "[The whole model](/model)", "[All lessons](/)"])
 
 
 def question(text: str, options: Sequence[str]) -> mo.ui.radio:

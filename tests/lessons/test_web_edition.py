@@ -4,16 +4,18 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import marimo as mo
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE
-from fenchel.lessons.notebook_states import Notebook
+from fenchel.lessons.notebook_states import Cell, Notebook
 from fenchel.lessons.static_html import plain_html
-from fenchel.lessons.web_edition import hints_of
+from fenchel.lessons.web_edition import _outputs, hints_of
 from tests.browser import PHONE, Browser, needs_browser
 
 NAME = "l09_sparse_choice"
@@ -66,6 +68,20 @@ def test_hints_are_what_the_check_says(notebook: Notebook) -> None:
     hints = hints_of(exercise)
     assert hints[0].endswith(str(exercise.mark(exercise.starter)))
     assert hints[1:] == ["Return a tensor.", "Return one weight per score."]
+
+
+def test_sentences_that_follow_a_drawing_are_said_to_stay() -> None:
+    """A drawing with handles is a text field of marimo: its positions cannot be listed."""
+    drawing = Cell("a", frozenset({"scene"}), frozenset(), ())
+    claims = Cell("b", frozenset(), frozenset({"scene"}), ())
+    fake = SimpleNamespace(
+        names={"scene": mo.ui.text("{}")},
+        controls={},
+        cells=[drawing, claims],
+        outputs=lambda _: [mo.md("shown")],
+    )
+    assert "stay at its first position" in _outputs(fake, drawing)[0]  # type: ignore[arg-type]
+    assert "stay at" not in _outputs(fake, claims)[0]  # type: ignore[arg-type]
 
 
 @needs_browser
