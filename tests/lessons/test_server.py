@@ -366,6 +366,19 @@ def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
 
 
 @needs_browser
+def test_the_page_of_the_model_is_the_first_link(browser: Browser, server: Process) -> None:
+    browser.open(server.address)
+    browser.find("h3 a").click()
+    browser.until(lambda: browser.driver.current_url == f"{server.address}/model", seconds=60)
+    browser.until(lambda: browser.find("#check").get_attribute("data-worst"), seconds=60)
+    assert browser.find("#check").get_attribute("class") == "good"
+    assert not browser.console()
+    assert not [url for url in browser.requests() if not url.startswith(server.address)]
+    browser.find("header a").click()
+    browser.until(lambda: browser.driver.current_url == f"{server.address}/", seconds=60)
+
+
+@needs_browser
 @pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
 def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: Lesson) -> None:
     browser.open(f"{server.address}/lessons/{lesson.name}/", width=PHONE, scheme="dark")
