@@ -71,7 +71,7 @@ function write() {
 	const kept = new URLSearchParams();
 	for (const [name, control] of Object.entries(data.controls)) if (at[name] !== control.start) kept.set(name, control.labels[at[name]]);
 	try {
-		history.replaceState(null, "", kept.size ? `#${kept}` : location.pathname + location.search);
+		history.replaceState(null, "", String(kept) ? `#${kept}` : location.pathname + location.search);
 	} catch { /* a browser limits how often: the next change writes it */ }
 }
 document.addEventListener("input", (event) => {

@@ -51,7 +51,7 @@ function write() {
 		if (value !== null && value !== "" && value !== plain[name]) kept.set(name, value);
 	}
 	try {
-		history.replaceState(null, "", kept.size ? `#${kept}` : location.pathname + location.search);
+		history.replaceState(null, "", String(kept) ? `#${kept}` : location.pathname + location.search);
 	} catch { /* a browser limits how often: the next change writes it */ }
 }
 

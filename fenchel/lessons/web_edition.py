@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import marimo as mo
 
-from fenchel.files import require_output, write_atomic
+from fenchel.files import require_output, require_page, write_atomic
 from fenchel.lessons.course import COURSE, PARTS, Lesson
 from fenchel.lessons.model_page import model_page, page_links
 from fenchel.lessons.notebook_states import Cell, Notebook
@@ -79,18 +79,22 @@ def write_course(
     lessons: Sequence[Lesson] = COURSE,
     report: Callable[[Written], None] = lambda _: None,
 ) -> list[Written]:
-    """Write the list, the page of the model and the lessons into a folder; files are replaced."""
-    require_output(folder, folder=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    """Write the list, the page of the model and the lessons into a folder.
+
+    Pages of an earlier edition are replaced; a file of another kind under their names is refused.
+    """
     links = page_links(All_lessons="index.html")
     pages: list[tuple[str, Callable[[], tuple[str, int]]]] = [
         ("index.html", lambda: (index_page(), 1)),
         ("model.html", lambda: (model_page(links), 1)),
         *((f"{each.name}.html", lambda each=each: lesson_page(each)) for each in lessons),
     ]
+    require_output(folder, folder=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, _ in pages:
+        require_page(folder / name)
+    written = []
     for name, made in pages:
-        require_output(folder / name)
         begun = time.monotonic()
         page, states = made()
         write_atomic(folder / name, page)

@@ -60,7 +60,14 @@ def test_the_folder_has_the_list_the_model_and_the_lesson(
         assert {each.rstrip("\\") for each in addresses} <= NAMESPACES, path.name
     assert main(["learn", "--freeze", str(folder / "index.html")]) == 2
     assert main(["learn", "9", "--freeze", str(folder), "--edit"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    mine = folder.parent / "mine"
+    mine.mkdir()
+    (mine / "model.html").write_text("<p>a page of the reader's")
+    assert main(["learn", "9", "--freeze", str(mine)]) == 2
+    error = capsys.readouterr().err
+    assert "model.html exists and is not a page of fenchel" in error
+    assert "Traceback" not in error
+    assert [path.name for path in mine.iterdir()] == ["model.html"]
 
 
 def test_hints_are_what_the_check_says(notebook: Notebook) -> None:
