@@ -212,6 +212,7 @@ def mathml(delimited: str) -> str:
     if found is None:
         raise ValueError(f"not a formula of marimo: {delimited!r}.")
     latex = re.sub(r"\\operatorname\*?\{", r"\\mathrm{", found[2])
+    latex = re.sub(r"\\\\\[[\d.]+em\]", r"\\\\", latex)  # the height of a line is not known to it
     latex = latex.replace(r"\arg", r"\mathrm{arg}").replace("{aligned}", "{align*}")
     display = "block" if found[1] == "[" else "inline"
     made = str(latex2mathml.converter.convert(latex, display=display))
