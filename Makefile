@@ -36,6 +36,15 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open site/index.html in a browser."
 
+# The web edition of the lessons, into course/; course/index.html opens without a server.
+course: $(VENV)/.learn
+	$(BIN)/fenchel learn --freeze course
+
+# The model that the lessons come with: 1,500 steps of the default run, about four minutes on one core.
+lesson-model: $(VENV)/.demo
+	$(BIN)/fenchel train --steps 1500 --set train.threads=1 --out runs/lesson-model
+	$(BIN)/fenchel convert runs/lesson-model fenchel/lessons/model --dtype float16 --force
+
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable . $(PINS)
@@ -45,9 +54,14 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[dev]' $(PINS)
 	touch $@
 
+$(VENV)/.learn: $(VENV)/.demo
+	@echo "Installing what the lessons need into $(VENV), once."
+	$(BIN)/pip install --quiet --editable '.[learn]' $(PINS)
+	touch $@
+
 $(VENV)/.docs: $(VENV)/.demo
 	@echo "Installing the tools of the documentation into $(VENV), once."
 	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 
-.PHONY: demo test lint kernels bench fuzz docs
+.PHONY: demo test lint kernels bench fuzz docs course lesson-model

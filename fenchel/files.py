@@ -195,6 +195,16 @@ def require_output(
         raise ValueError(f"{path} cannot be written: {place}: {reason}.") from None
 
 
+def require_page(path: Path, *, reads: Iterable[str | Path | None] = ()) -> None:
+    """``require_output`` of a page, which replaces nothing but another page of fenchel."""
+    require_output(path, reads=reads)
+    if path.exists():
+        with path.open("rb") as file:
+            head = file.read(4096)
+        if b'name="generator" content="fenchel"' not in head:
+            raise ValueError(f"{path} exists and is not a page of fenchel; choose another.")
+
+
 def _kind(path: Path) -> str | None:
     """What is at ``path`` itself, a link not followed; None for nothing."""
     try:

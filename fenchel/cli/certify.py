@@ -15,7 +15,8 @@ from fenchel.cli.console import (
     require_inputs,
     text_path,
 )
-from fenchel.cli.inspect import NormName, numbers, require_page, show
+from fenchel.cli.inspect import NormName, numbers, show
+from fenchel.files import require_page
 
 PAGE = Path("certificates.html")
 

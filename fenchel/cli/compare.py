@@ -7,8 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fenchel.cli.console import Console, Json
-from fenchel.cli.inspect import require_page
-from fenchel.files import printable
+from fenchel.files import printable, require_page
 
 
 def run(

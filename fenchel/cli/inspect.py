@@ -21,7 +21,7 @@ from fenchel.cli.console import (
     require_inputs,
     text_path,
 )
-from fenchel.files import printable, require_output
+from fenchel.files import printable, require_page
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel
@@ -188,15 +188,6 @@ def numbers(words: str | None, name: str) -> list[int] | None:
             raise ValueError(f"{name} {words} names more than any model has.")
         selected += range(int(low), last + 1)
     return selected
-
-
-def require_page(path: Path, *, reads: Iterable[Path | None]) -> None:
-    """``require_output`` of a page, which replaces nothing but another page of fenchel."""
-    require_output(path, reads=reads)
-    if path.exists():
-        head = path.open("rb").read(4096)
-        if b'name="generator" content="fenchel"' not in head:
-            raise ValueError(f"{path} exists and is not a page of fenchel; choose another --out.")
 
 
 def show(tables: Iterable[Table], sentences: Iterable[str], page: Path | None) -> None:

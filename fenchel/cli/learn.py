@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from fenchel.cli.console import Switch
 from fenchel.files import require_output
-from fenchel.lessons import COURSE, completed
+from fenchel.lessons import COURSE, Lesson, completed
 from fenchel.lessons import lesson as lesson_of
 
 
@@ -24,6 +24,7 @@ def run(
     *,
     port: int | None = None,
     edit: Switch = False,
+    freeze: Path | None = None,
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
     browser: bool = True,
 ) -> int:
@@ -37,6 +38,8 @@ def run(
         The port on 127.0.0.1; by default 8765, or a free one if that is in use.
     edit
         Copy the lesson to lessons/ here and open the copy in marimo's editor.
+    freeze
+        Write the course, or LESSON alone, into this folder as pages that need no Python, and end.
     list_
         Print the lessons and end.
     browser
@@ -46,9 +49,15 @@ def run(
         _print_list()
         return 0
     chosen = None if lesson is None else lesson_of(lesson)
-    missing = [name for name in ("marimo", "altair", "zmq") if find_spec(name) is None]
+    needed = ("marimo", "altair", "zmq", "latex2mathml")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ValueError("the lessons need an extra: pip install 'fenchel[learn]'")
+    if freeze is not None:
+        if edit:
+            raise ValueError("--freeze writes pages and --edit opens an editor: give one of them.")
+        _freeze(freeze, chosen)
+        return 0
     if edit:
         if chosen is None:
             raise ValueError("--edit needs a lesson, such as fenchel learn softmax --edit")
@@ -73,6 +82,20 @@ def _print_list() -> None:
         print(f"{number:2}  {'solved' if each.name in solved else '':6}  {each.title}")
         research = " Research." if each.research else ""
         print(f"            {each.minutes} minutes.{research} {each.question}")
+
+
+def _freeze(folder: Path, chosen: Lesson | None) -> None:
+    require_output(folder, folder=True)
+    print("Computing every position of every control.", flush=True)
+    from fenchel.lessons.web_edition import Written, write_course
+
+    def report(page: Written) -> None:
+        size = f"{page.bytes / 1e6:6.2f} MB  {page.states:5,} outputs  {page.seconds:5.1f} s"
+        print(f"{page.name:34} {size}", flush=True)
+
+    written = write_course(folder, COURSE if chosen is None else (chosen,), report)
+    total = sum(page.bytes for page in written) / 1e6
+    print(f"{total:.1f} MB. Open {folder / 'index.html'} in a browser.")
 
 
 def _edit(notebook: Path, port: int | None, *, browser: bool) -> None:

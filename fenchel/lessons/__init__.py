@@ -3,6 +3,8 @@
     course       the list of lessons and the reader's progress
     widgets      what a lesson is made of
     server       the pages of ``fenchel learn``
+    model_page   the whole model on one screen, run by a script in the page
+    web_edition  the course as files, with every position of every control
     figures      the figures of the course as files (extra ``plot``)
     notebooks/   the lessons, also scripts: ``python -m fenchel.lessons.notebooks.l07_softmax``
 

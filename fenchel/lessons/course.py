@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 NOTEBOOKS = Path(__file__).parent / "notebooks"
+MODEL = Path(__file__).parent / "model"
+"""A small trained model, a Hugging Face directory in float16: ``make lesson-model`` writes it."""
 
 
 class Lesson(NamedTuple):

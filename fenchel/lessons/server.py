@@ -1,6 +1,7 @@
 """The pages of ``fenchel learn``: a list of the lessons, and each lesson as a marimo app.
 
     /                   the list, with what the reader has solved; ready before marimo is imported
+    /model              the whole model on one screen (model_page.py)
     /lessons/NAME/      a lesson; until marimo is imported a page with its question, then the lesson
     /assets-of-marimo/  the files of marimo's frontend, one address for all lessons
 
@@ -93,6 +94,7 @@ class LessonServer:
         app = Starlette(
             routes=[
                 Route("/", self._index),
+                Route("/model", self._model),
                 Route(_ASSETS + "/{name:path}", self._assets.response),
                 Mount("/lessons", app=self._lesson),
             ],
@@ -118,6 +120,13 @@ class LessonServer:
 
     async def _index(self, _: Request) -> HTMLResponse:
         return HTMLResponse(index_page(completed()), headers=self._assets.links)
+
+    async def _model(self, _: Request) -> HTMLResponse:
+        def written() -> str:  # torch takes seconds to import
+            pages = import_module("fenchel.lessons.model_page")
+            return str(pages.model_page(pages.page_links(All_lessons="/")))
+
+        return HTMLResponse(await asyncio.to_thread(written))
 
     async def _lesson(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp
@@ -229,8 +238,8 @@ def index_page(solved: set[str]) -> str:
     minutes = sum(each.minutes for each in COURSE)
     lead = (
         f"{len(COURSE)} lessons, about {minutes // 60} hours in all. Each begins with a question: "
-        "predict, move a control, read why, solve an exercise, and see the same on a model of your "
-        "own. Every statement is computed while you read."
+        "predict, move a control, read why, solve an exercise, and see the same on a trained "
+        "model. Every statement is computed while you read."
     )
     open_ = [each for each in COURSE if each.name not in solved and not each.research]
     following = join(
@@ -248,15 +257,33 @@ def index_page(solved: set[str]) -> str:
     )
     header = page_header("· lessons", "Attention, from slopes to scores", lead, below=done)
     sections = [
-        Section(
-            anchor=f"part-{number}",
-            title=title,
-            body=join([_entry(each, each.name in solved) for each in lessons]),
-        )
-        for number, (title, lessons) in enumerate(PARTS.items(), start=1)
+        model_section("/model"),
+        *(
+            Section(
+                anchor=f"part-{number}",
+                title=title,
+                body=join([_entry(each, each.name in solved) for each in lessons]),
+            )
+            for number, (title, lessons) in enumerate(PARTS.items(), start=1)
+        ),
     ]
     footer = "Served by fenchel on this computer: nothing is loaded from elsewhere or sent."
     return document(title="fenchel lessons", header=header, sections=sections, footer=footer)
+
+
+def model_section(address: str) -> Section:
+    """What the list shows first: the page of the model."""
+    body = element(
+        "article",
+        element("h3", element("a", "The whole model on one screen", href=address)),
+        element(
+            "p",
+            "Type a sentence and watch it become tokens, vectors, scores, weights, a mix and the "
+            "next word. Open any number down to its arithmetic; cut a line and see what changes.",
+        ),
+        element("p", "A trained model of two million numbers, live. 10 minutes.", class_="over"),
+    )
+    return Section(anchor="model", title="Look first", body=body)
 
 
 def waiting_page(each: Lesson) -> str:
@@ -273,20 +300,24 @@ def waiting_page(each: Lesson) -> str:
     return document(title=each.title, header=header, sections=[]).partition("<nav")[0]
 
 
-def _entry(each: Lesson, solved: bool) -> Html:
-    number = COURSE.index(each) + 1
+def lesson_facts(each: Lesson) -> str:
+    """Minutes, and what to read before."""
     needs = ", ".join(str(COURSE.index(lesson(name)) + 1) for name in each.needs)
     facts = f"{each.minutes} minutes" + (
         f" · after {pluralise(len(each.needs), 'lesson').split()[1]} {needs}" if needs else ""
     )
-    facts += " · research, not needed for the other lessons" if each.research else ""
+    return facts + (" · research, not needed for the other lessons" if each.research else "")
+
+
+def _entry(each: Lesson, solved: bool) -> Html:
+    number = COURSE.index(each) + 1
     mark = element("span", "solved", class_="status finished") if solved else None
     link = element("a", f"{number}. {each.title}", href=f"/lessons/{each.name}/")
     return element(
         "article",
         element("h3", link, " ", mark),
         element("p", each.question),
-        element("p", facts, class_="over"),
+        element("p", lesson_facts(each), class_="over"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What every lesson is made of: a question, claims, a proof, an exercise, the reader's own run.
+"""What every lesson is made of: a question, claims, a proof, an exercise, a trained model.
 
 A notebook puts these between its own text, controls and charts:
 
@@ -7,7 +7,7 @@ A notebook puts these between its own text, controls and charts:
     claim(ids, text, holds)             a statement and its check: False is an AssertionError
     proof(school, undergraduate, research)    the same argument at three depths, folded
     Exercise                            a task in code that the page marks
-    run_picker(), no_run()              a run directory of the reader's
+    run_picker(), no_run()              the model of the lessons, or a run directory of the reader's
     line_chart, bar_chart, heat_chart   a chart above the table of its numbers
     details(*claims)                    checks that a first reading can pass over, folded
     what_breaks(text)                   where the statement ends
@@ -37,7 +37,7 @@ import marimo as mo
 import torch
 
 import fenchel
-from fenchel.lessons.course import COURSE, keep_answer, kept_answer, lesson
+from fenchel.lessons.course import COURSE, MODEL, keep_answer, kept_answer, lesson
 
 _SECONDS = 5.0
 """How long the code of a reader may run."""
@@ -75,7 +75,7 @@ def footer(name: str) -> mo.Html:
 def _way_on(name: str) -> str:
     number = COURSE.index(lesson(name)) + 1
     following = [f"[Next: {each.title}](../{each.name}/)" for each in COURSE[number : number + 1]]
-    return " · ".join([*following, "[All lessons](/)"])
+    return " · ".join([*following, "[The whole model](/model)", "[All lessons](/)"])
 
 
 def question(text: str, options: Sequence[str]) -> mo.ui.radio:
@@ -299,15 +299,22 @@ class _Deadline:
 
 
 def run_picker(folder: str | Path = "runs") -> mo.ui.dropdown:
-    """A menu of the run directories below a folder; its value is a path, or None."""
+    """A menu of models; its value is a path, or None.
+
+    The model of the lessons is chosen at first; below it are the run directories in a folder.
+    """
     found = sorted(path.parent for path in Path(folder).glob("*/config.toml"))
-    options = {path.name: str(path) for path in found}
-    return mo.ui.dropdown(options, label="**Your own run.**", allow_select_none=True)
+    options = {_SHIPPED: str(MODEL)} | {path.name: str(path) for path in found}
+    label = "**On a trained model.** Runs of your own, in `runs/`, are in the menu too."
+    return mo.ui.dropdown(options, value=_SHIPPED, label=label, allow_select_none=True)
+
+
+_SHIPPED = "the model of the lessons"
 
 
 def no_run() -> mo.Html:
-    """What to show while no run is chosen."""
-    return mo.md("Choose a run to see the same on it. `fenchel train` makes one, in `runs/`.")
+    """What to show while no model is chosen."""
+    return mo.md("Choose a model to see the same on it. `fenchel train` makes one, in `runs/`.")
 
 
 Row = Mapping[str, Any]

@@ -149,7 +149,7 @@ def test_a_file_that_is_no_page_of_ours_is_never_written_over(
     mine = tmp_path / "thesis.html"
     mine.write_text("four years of work")
     assert main(words(run_directory, text_file, "--out", str(mine))) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    assert "is not a page of fenchel; choose another" in capsys.readouterr().err
     assert mine.read_text() == "four years of work"
     assert main(words(run_directory, text_file, "--out", str(tmp_path / "no" / "p.html"))) == 2
 

@@ -18,8 +18,10 @@ import pytest
 
 import fenchel
 from fenchel.cli import main
-from fenchel.lessons.course import COURSE, NOTEBOOKS, Lesson
+from fenchel.lessons.course import COURSE, MODEL, NOTEBOOKS, Lesson
 from fenchel.lessons.scene import Scene
+from fenchel.lessons.static_html import plain_html
+from fenchel.lessons.web_edition import hints_of
 from fenchel.lessons.widgets import Exercise, recorded_claims
 
 each_lesson = pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
@@ -237,10 +239,13 @@ def errata_of(lesson: Lesson) -> list[str]:
 def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     lesson: Lesson, own_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a folder without runs, so that the reader's part waits
+    monkeypatch.chdir(tmp_path)  # a folder without runs
     module = import_module(f"fenchel.lessons.notebooks.{lesson.name}")
     with recorded_claims() as spoken:
-        names = dict(module.app.run()[1])
+        outputs, defined = module.app.run(defs={"run_path": None})
+    names = dict(defined)
+    for output in outputs:
+        plain_html(output, {})  # the web edition has a form for each of them
     texts = tuple(without_numbers(text) for _, text in spoken)
     assert "own" not in names
     exercise = names["exercise"]
@@ -249,14 +254,16 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     assert exercise.mark(exercise.starter) is not None, "the starter passes"
     assert exercise.mark(exercise.solution) is None
     assert exercise.mark("") is not None
-    # The cells of the run, with what the others have computed. Those of the setup stay.
+    assert hints_of(exercise)
+    # The cells of a model, with what the others have computed. Those of the setup stay.
     given = {name: value for name, value in names.items() if not hasattr(module, name)}
-    del given["picker"]
+    assert given.pop("picker").value == str(MODEL)
     check_claims_of_scenes(module.app, given)
-    with recorded_claims() as spoken:
-        names = dict(module.app.run(defs={**given, "run_path": str(own_run)})[1])
-    texts += tuple(without_numbers(text) for _, text in spoken)
-    assert "own" in names, "the cell of the reader's run defines own"
+    for model in (MODEL, own_run):
+        with recorded_claims() as spoken:
+            names = dict(module.app.run(defs={**given, "run_path": str(model)})[1])
+        texts += tuple(without_numbers(text) for _, text in spoken)
+        assert "own" in names, "the cell of the trained model defines own"
     for printed in errata_of(lesson):
         assert without_numbers(printed).endswith(texts), "run python docs/reference.py"
 

@@ -401,7 +401,8 @@ def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     browser.open(server.address)
     links = browser.driver.find_elements(By.CSS_SELECTOR, "h3 a")
     assert [link.text for link in links] == [
-        f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)
+        "The whole model on one screen",
+        *(f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)),
     ]
     assert not browser.console()
 
@@ -424,6 +425,19 @@ def check_scenes(browser: Browser) -> None:
         if shared:
             browser.until(partial(differs, browser, before), seconds=30)
         assert "AssertionError" not in words(browser)
+
+
+@needs_browser
+def test_the_page_of_the_model_is_the_first_link(browser: Browser, server: Process) -> None:
+    browser.open(server.address)
+    browser.find("h3 a").click()
+    browser.until(lambda: browser.driver.current_url == f"{server.address}/model", seconds=60)
+    browser.until(lambda: browser.find("#check").get_attribute("data-worst"), seconds=60)
+    assert browser.find("#check").get_attribute("class") == "good"
+    assert not browser.console()
+    assert not [url for url in browser.requests() if not url.startswith(server.address)]
+    browser.find("header a").click()
+    browser.until(lambda: browser.driver.current_url == f"{server.address}/", seconds=60)
 
 
 @needs_browser

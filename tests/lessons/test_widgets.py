@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fenchel.lessons import completed
+from fenchel.lessons.course import MODEL
 from fenchel.lessons.widgets import (
     Exercise,
     answer,
@@ -229,4 +230,6 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").touch()
     (tmp_path / "c").mkdir()
-    assert list(run_picker(tmp_path).options) == ["a", "b"]
+    picker = run_picker(tmp_path)
+    assert list(picker.options) == ["the model of the lessons", "a", "b"]
+    assert picker.value == str(MODEL), "no lesson is empty for a new reader"

@@ -788,7 +788,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     own_table = own.model.embed.weight.detach().double()
     near = neighbours(own.model, own.tokenizer, " the", count=8)
     row_the = own_table[own.tokenizer.encode(" the")].mean(0)

@@ -682,7 +682,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     ids = torch.tensor(own.tokenizer.encode("the people of the united states")[:32])
     ids = ids[: own.config.context]
     with torch.no_grad():

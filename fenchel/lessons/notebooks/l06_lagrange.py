@@ -775,7 +775,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     with torch.no_grad():
         logits = own.model(ids)[0, -1].double()

@@ -752,7 +752,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     ids = torch.tensor(
         [own.tokenizer.encode_whole("we the people of the united states")[: own.config.context]]
     )

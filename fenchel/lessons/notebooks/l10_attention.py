@@ -799,7 +799,7 @@ def _():
 def _(rule, rules):
     _x = draw(1, 1, 6, 4, seed=7)
     _p = fenchel.attend(_x, _x, _x, prior=rules[rule.value], return_weights=True)[1][0, 0]
-    _u = rules[rule.value].log(6, 6)[0, 0].double().exp()
+    _u = rules[rule.value].log(6, 6)[0, 0].double().exp().expand(6, 6)
     mo.vstack(
         [
             heat_chart(
@@ -1375,7 +1375,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     _ids = own.tokenizer.encode_whole("we the people of the united states, in order to form a")
     _ids = _ids[: min(24, own.config.context)]
     _tokens = [own.tokenizer.decode([each]) for each in _ids]

@@ -869,7 +869,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     _ids = own.tokenizer.encode_whole("we the people of the united states, in order to form a")
     _ids = _ids[: min(24, own.config.context)]
     calls = []

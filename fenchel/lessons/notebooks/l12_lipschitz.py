@@ -814,7 +814,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     own_model = open_model(run_path)
     own_tokens = min(12, own.config.context)
     own_ids = torch.tensor([own.tokenizer.encode_whole("the people of the united states")])

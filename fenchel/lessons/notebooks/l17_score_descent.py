@@ -1024,7 +1024,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     own_ids = torch.tensor([own.tokenizer.encode_whole("the people of the united states")])
     own_ids = own_ids[:, : own.config.context]
     own_pairs = fenchel.attention_pairs(own.model)

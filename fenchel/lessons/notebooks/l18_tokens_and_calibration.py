@@ -1176,7 +1176,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     phrase = "We the people of the united states form a more perfect union."
     own_ids = np.array([own.tokenizer.end_id, *own.tokenizer.encode(phrase)])
     own_score = score(own.model, own_ids, bytes=len(phrase.encode()), context=own.config.context)
@@ -1195,20 +1195,19 @@ def _(run_path):
         for part in ("train", "validation")
         if isinstance(line.get(f"{part}/loss"), float)
     ]
+    _title = "The two losses of your run: watch the gap"
+    _curve = (
+        [line_chart(own_curve, "step", "loss in nats", "text", title=_title, points=True)]
+        if own_curve
+        else []
+    )
     pieces_of_phrase = [own.tokenizer.decode([i]) for i in own_ids[1:].tolist()]
     mo.vstack(
         [
             mo.md(
                 f"Your tokenizer cuts the phrase into {len(pieces_of_phrase)} pieces: `{'|'.join(pieces_of_phrase)}`"
             ),
-            line_chart(
-                own_curve,
-                "step",
-                "loss in nats",
-                "text",
-                title="The two losses of your run: watch the gap",
-                points=True,
-            ),
+            *_curve,
             claim(
                 "TR-12 TR-13",
                 f"Perplexity {own_score.perplexity:.1f} per token of this tokenizer, {own_score.bits_per_byte:.3f} bits per byte with any: "

@@ -1105,7 +1105,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     _context = own.config.context
     _ids = own.tokenizer.encode_whole("the people of the united states " * 20)[: min(_context, 64)]
     _row = torch.tensor([_ids])

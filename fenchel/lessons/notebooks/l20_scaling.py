@@ -867,7 +867,7 @@ def _(picker):
 @app.cell
 def _(parameters, run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     _ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     _N = parameters(own.model)
     _per_token = forward_flops(own.config, own.config.context).total / own.config.context

@@ -1,0 +1,215 @@
+"""``fenchel learn --freeze``: pages from a folder, in a browser, against the library."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import marimo as mo
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from fenchel.cli import main
+from fenchel.lessons.course import COURSE
+from fenchel.lessons.notebook_states import Cell, Notebook
+from fenchel.lessons.static_html import plain_html
+from fenchel.lessons.web_edition import _outputs, hints_of
+from tests.browser import PHONE, Browser, needs_browser
+
+NAME = "l09_sparse_choice"
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
+"""Names that are never fetched."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("edition") / "course"
+    assert main(["learn", "9", "--freeze", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Notebook:
+    return Notebook(NAME)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    session = Browser()
+    yield session
+    session.driver.quit()
+
+
+def open_lesson(browser: Browser, folder: Path, state: str = "", width: int = 1280) -> None:
+    browser.open("about:blank")
+    browser.open(f"{(folder / NAME).as_uri()}.html{state}", width=width)
+    browser.until(lambda: browser.run("return document.body.dataset.ready"))
+
+
+def test_the_folder_has_the_list_the_model_and_the_lesson(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {path.name for path in folder.iterdir()} == {"index.html", "model.html", f"{NAME}.html"}
+    index = (folder / "index.html").read_text()
+    assert index.index('href="model.html"') < index.index('href="l01_slopes.html"')
+    assert all(f'href="{each.name}.html"' in index for each in COURSE)
+    for path in folder.iterdir():
+        addresses = re.findall(r"https?://[^\s\"'<]*", path.read_text())
+        assert {each.rstrip("\\") for each in addresses} <= NAMESPACES, path.name
+    assert main(["learn", "--freeze", str(folder / "index.html")]) == 2
+    assert main(["learn", "9", "--freeze", str(folder), "--edit"]) == 2
+    mine = folder.parent / "mine"
+    mine.mkdir()
+    (mine / "model.html").write_text("<p>a page of the reader's")
+    assert main(["learn", "9", "--freeze", str(mine)]) == 2
+    error = capsys.readouterr().err
+    assert "model.html exists and is not a page of fenchel" in error
+    assert "Traceback" not in error
+    assert [path.name for path in mine.iterdir()] == ["model.html"]
+
+
+def test_hints_are_what_the_check_says(notebook: Notebook) -> None:
+    exercise = notebook.names["exercise"]
+    hints = hints_of(exercise)
+    assert hints[0].endswith(str(exercise.mark(exercise.starter)))
+    assert hints[1:] == ["Return a tensor.", "Return one weight per score."]
+
+
+def test_sentences_that_follow_a_drawing_are_said_to_stay() -> None:
+    """A drawing with handles is a text field of marimo: its positions cannot be listed."""
+    drawing = Cell("a", frozenset({"scene"}), frozenset(), ())
+    claims = Cell("b", frozenset(), frozenset({"scene"}), ())
+    fake = SimpleNamespace(
+        names={"scene": mo.ui.text("{}")},
+        controls={},
+        cells=[drawing, claims],
+        outputs=lambda _: [mo.md("shown")],
+    )
+    assert "stay at its first position" in _outputs(fake, drawing)[0]  # type: ignore[arg-type]
+    assert "stay at" not in _outputs(fake, claims)[0]  # type: ignore[arg-type]
+
+
+@needs_browser
+def test_every_control_shows_what_the_library_computed_there(
+    browser: Browser, folder: Path, notebook: Notebook
+) -> None:
+    open_lesson(browser, folder)
+    shown = "return [...document.querySelectorAll('.cell')].map((cell) => cell.innerText)"
+    for name in ("steepness", "exponent", "cap"):
+        before = browser.run(shown)
+        browser.find(f"[data-control={name}]").send_keys(Keys.ARROW_RIGHT)
+        assert browser.run(shown) != before, name
+    positions = {name: control.start for name, control in notebook.controls.items()}
+    for name in ("steepness", "exponent", "cap"):
+        positions[name] = min(positions[name] + 1, len(notebook.controls[name].values) - 1)
+    browser.run("document.querySelectorAll('[data-control=guess]')[1].click()")
+    positions["guess"] = 2
+    compare = """
+        const made = document.createElement("div");
+        made.innerHTML = arguments[0];
+        const charts = (host) => Array.from(
+            host.querySelectorAll("[data-chart]"), (chart) => chart.dataset.chart);
+        const plain = (host) => {
+            const copy = host.cloneNode(true);
+            copy.querySelectorAll("[data-chart]").forEach((chart) => chart.replaceChildren());
+            return copy.textContent;
+        };
+        return [...document.querySelectorAll(".cell")].some((cell) =>
+            plain(cell) === plain(made) && String(charts(cell)) === String(charts(made)));
+    """
+    for cell in notebook.cells:
+        if not cell.controls:
+            continue
+        index = 0
+        for name in cell.controls:
+            index = index * len(notebook.controls[name].values) + positions[name]
+        expected = plain_html(notebook.outputs(cell)[index], notebook.controls)
+        assert browser.run(compare, expected), (cell.controls, expected[:200])
+    # The state is in the address: the same page again shows the same.
+    seen, address = browser.run(shown), browser.driver.current_url
+    open_lesson(browser, folder, "#" + address.split("#")[1])
+    assert browser.run(shown) == seen
+    assert browser.console() == []
+    assert [each for each in browser.requests() if not each.startswith("file:")] == []
+
+
+@needs_browser
+def test_charts_are_drawn_and_nothing_is_wider_than_a_phone(browser: Browser, folder: Path) -> None:
+    for width in (1280, PHONE):
+        open_lesson(browser, folder, width=width)
+        charts = browser.driver.find_elements(By.CSS_SELECTOR, ".cell > .down > .chart")
+        assert charts
+        for chart in charts:
+            drawn = chart.find_elements(By.CSS_SELECTOR, "path.curve, rect, circle")
+            assert drawn, chart.get_attribute("data-chart")
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+    browser.open(folder / "index.html", width=PHONE)
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE
+    assert browser.console() == []
+
+
+@needs_browser
+def test_hints_open_one_by_one_and_progress_is_kept(browser: Browser, folder: Path) -> None:
+    open_lesson(browser, folder)
+    hidden = "return [...document.querySelectorAll('.hints li')].map((each) => each.hidden)"
+    assert all(browser.run(hidden))
+    button = browser.find(".exercise .hint")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    assert browser.run(hidden)[0] is False
+    assert all(browser.run(hidden)[1:])
+    browser.find(".exercise textarea").send_keys("# mine")
+    browser.run("document.querySelector('.exercise input[type=checkbox]').click()")
+    browser.open(folder / "index.html")
+    assert browser.text("#count") == "1 of 21 exercises solved in this browser."
+    marks = browser.driver.find_elements(By.CSS_SELECTOR, ".status.finished")
+    assert [mark.is_displayed() for mark in marks] == [each.name == NAME for each in COURSE]
+    open_lesson(browser, folder)
+    assert "# mine" in (browser.find(".exercise textarea").get_attribute("value") or "")
+    assert browser.run(hidden)[0] is False
+    browser.run("localStorage.clear()")
+
+
+EVERY_CONTROL = """
+    const still = [], host = document.querySelector("main");
+    let slowest = 0;
+    const names = new Set(Array.from(host.querySelectorAll("[data-control]"), (e) => e.dataset.control));
+    for (const name of names) {
+        const input = () => host.querySelector(`[data-control="${name}"]`), before = host.innerHTML;
+        const { type, max, options, value } = input();
+        const values = options ? Array.from(options, (o) => o.value) : type === "radio" ? [value] : Array.from({ length: +max + 1 }, (_, i) => i);
+        let moved = false;
+        for (const each of values) {
+            if (type === "radio") input().checked = true; else input().value = each;
+            const begun = performance.now();
+            input().dispatchEvent(new Event("input", { bubbles: true }));
+            document.body.offsetHeight; // lays the page out
+            slowest = Math.max(slowest, performance.now() - begun);
+            moved ||= host.innerHTML !== before;
+        }
+        if (!moved) still.push(name);
+    }
+    const undrawn = Array.from(host.querySelectorAll("[data-chart]")).filter((chart) => !chart.querySelector("svg"));
+    return [still, undrawn.length, slowest];
+"""  # noqa: E501
+
+
+@needs_browser
+@pytest.mark.skipif("FENCHEL_COURSE" not in os.environ, reason="FENCHEL_COURSE names no folder")
+def test_the_whole_course_as_it_was_written(browser: Browser) -> None:
+    """Minutes to write, so a step of its own in .ci/run: every control of every lesson."""
+    course = Path(os.environ["FENCHEL_COURSE"]).resolve()
+    assert {path.stem for path in course.glob("l*.html")} == {each.name for each in COURSE}
+    assert sum(path.stat().st_size for path in course.iterdir()) < 60e6
+    for path in sorted(course.glob("l*.html")):
+        browser.open(path, width=PHONE)
+        browser.until(lambda: browser.run("return document.body.dataset.ready"), seconds=30)
+        assert browser.run("return document.documentElement.scrollWidth") <= PHONE, path.name
+        still, undrawn, slowest = browser.run(EVERY_CONTROL)
+        print(f"{path.name}: a control answers within {slowest:.0f} ms")
+        assert (still, undrawn) == ([], 0), path.name
+        assert browser.run("return document.documentElement.scrollWidth") <= PHONE, path.name
+        assert browser.console() == [], path.name
+        assert [each for each in browser.requests() if not each.startswith("file:")] == []
