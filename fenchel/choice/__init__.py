@@ -8,6 +8,7 @@ exponents).
 
 from fenchel.choice import convex_program, hypothesis_test
 from fenchel.choice.base import Choice
+from fenchel.choice.box_range import range_over_box
 from fenchel.choice.by_name import MAPS, by_name
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
@@ -33,5 +34,6 @@ __all__ = [
     "hypothesis_test",
     "kkt",
     "multipliers",
+    "range_over_box",
     "reverse_kl",
 ]

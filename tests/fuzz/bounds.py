@@ -30,7 +30,15 @@ from torch import Tensor
 
 from benchmarks.harness import record
 from fenchel.attention import Causal, Prior, angles
-from fenchel.choice import Capped, Choice, Entmax, Softmax, Sparsemax, hypothesis_test
+from fenchel.choice import (
+    Capped,
+    Choice,
+    Entmax,
+    Softmax,
+    Sparsemax,
+    hypothesis_test,
+    range_over_box,
+)
 from fenchel.optim.score import score_bounds
 from fenchel.sensitivity import (
     Ball,
@@ -972,6 +980,32 @@ def constants(draw: Draw) -> Outcome:
         )
         found[f"choice.{name}.lipschitz"] = upper(constant, attained, 8 * draw.eps)
     return found
+
+
+@attack("choice.box_range.range_over_box")
+def ranges(draw: Draw) -> Outcome:
+    """<c, weights(z)> over boxes of every size, at vertices and inside edges of the path."""
+    B, K = draw.count, draw.integer(1, 7)
+    choice = draw.pick((Softmax(), Entmax(1.5), Sparsemax()))
+    c = draw.rounded(draw.normal(B, K).abs() * draw.sizes(-3, 3, B, 1 if K < 3 else K))
+    middle = draw.normal(B, K) * draw.sizes(-2, 1.5, B, 1) + draw.pick((0.0, 30.0))
+    middle = middle if draw.pick((True, True, False)) else middle[:, :1].expand(B, K)
+    reach = draw.normal(B, K).abs() * draw.sizes(-6, 1, B, 1)
+    low, high = draw.rounded(middle - reach), draw.rounded(middle + reach)
+    least, most = range_over_box(choice, c, low, high)
+    value, left, right = wide(c), wide(low), wide(high)
+    rank = value.argsort(-1).argsort(-1)
+    down, up = np.full(B, np.inf, dtype=Wide), np.full(B, -np.inf, dtype=Wide)
+    for order in (rank, K - 1 - rank):
+        for k in range(K):
+            for share in (0.0, 1.0, *draw.sizes(-2, 0, 3).tolist()):
+                at = np.where(order < k, 1, np.where(order == k, Wide(share), 0))
+                z = left + at * (right - left)
+                p = weights_and_spread(z[:, None], choice, causal=False)[0][:, 0]
+                reached = (p * value).sum(-1)
+                down, up = np.minimum(down, reached), np.maximum(up, reached)
+    name = "choice.box_range.range_over_box"
+    return {f"{name}, above": upper(most, up, 1e-15), f"{name}, below": lower(least, down, 1e-15)}
 
 
 _TEST = "choice.hypothesis_test."
