@@ -8,6 +8,7 @@ exponents).
 
 from fenchel.choice import convex_program, hypothesis_test
 from fenchel.choice.base import Choice
+from fenchel.choice.box_range import range_over_box
 from fenchel.choice.by_name import MAPS, by_name
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
@@ -36,5 +37,6 @@ __all__ = [
     "kkt",
     "membership",
     "multipliers",
+    "range_over_box",
     "reverse_kl",
 ]

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from benchmarks.harness import record
 from fenchel.attention import Causal, Prior, angles
-from fenchel.choice import Capped, Choice, Entmax, Softmax, Sparsemax, hypothesis_test
+from fenchel.choice import (
+    Capped,
+    Choice,
+    Entmax,
+    Softmax,
+    Sparsemax,
+    hypothesis_test,
+    range_over_box,
+)
 from fenchel.optim.score import score_bounds
 from fenchel.sensitivity import (
     Ball,
@@ -45,6 +53,7 @@ from fenchel.sensitivity import (
 )
 from fenchel.sensitivity.bounds.feedforward import SLOPES
 from fenchel.sensitivity.certificate import token_function
+from fenchel.sensitivity.decision import NORMS, DecisionBound, DecisionNetwork, certified_radii
 from fenchel.sensitivity.layers import (
     _FUNCTIONS,
     ActivationLayer,
@@ -59,11 +68,13 @@ from fenchel.sensitivity.layers import (
     SelfAttention,
     TokenMap,
     rotation_matrices,
+    with_dtype,
 )
 from fenchel.sensitivity.norms import nonnegative
 from fenchel.sensitivity.operator import Operator, Scaled
 from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 from fenchel.sensitivity.rounding import frobenius, lengths
+from tests.sensitivity import test_decision as decisions
 from tests.sensitivity.test_module_trace import KNOWN
 
 Array = npt.NDArray[Any]
@@ -989,6 +1000,32 @@ def constants(draw: Draw) -> Outcome:
     return found
 
 
+@attack("choice.box_range.range_over_box")
+def ranges(draw: Draw) -> Outcome:
+    """<c, weights(z)> over boxes of every size, at vertices and inside edges of the path."""
+    B, K = draw.count, draw.integer(1, 7)
+    choice = draw.pick((Softmax(), Entmax(1.5), Sparsemax()))
+    c = draw.rounded(draw.normal(B, K).abs() * draw.sizes(-3, 3, B, 1 if K < 3 else K))
+    middle = draw.normal(B, K) * draw.sizes(-2, 1.5, B, 1) + draw.pick((0.0, 30.0))
+    middle = middle if draw.pick((True, True, False)) else middle[:, :1].expand(B, K)
+    reach = draw.normal(B, K).abs() * draw.sizes(-6, 1, B, 1)
+    low, high = draw.rounded(middle - reach), draw.rounded(middle + reach)
+    least, most = range_over_box(choice, c, low, high)
+    value, left, right = wide(c), wide(low), wide(high)
+    rank = value.argsort(-1).argsort(-1)
+    down, up = np.full(B, np.inf, dtype=Wide), np.full(B, -np.inf, dtype=Wide)
+    for order in (rank, K - 1 - rank):
+        for k in range(K):
+            for share in (0.0, 1.0, *draw.sizes(-2, 0, 3).tolist()):
+                at = np.where(order < k, 1, np.where(order == k, Wide(share), 0))
+                z = left + at * (right - left)
+                p = weights_and_spread(z[:, None], choice, causal=False)[0][:, 0]
+                reached = (p * value).sum(-1)
+                down, up = np.minimum(down, reached), np.maximum(up, reached)
+    name = "choice.box_range.range_over_box"
+    return {f"{name}, above": upper(most, up, 1e-15), f"{name}, below": lower(least, down, 1e-15)}
+
+
 _TEST = "choice.hypothesis_test."
 
 
@@ -1106,6 +1143,62 @@ def score_descent(draw: Draw) -> Outcome:
             ),
         }
     return found
+
+
+# Decisions ----------------------------------------------------------------------------------------
+
+
+_DECISION = "sensitivity.decision."
+
+
+@attack(
+    *(_DECISION + name for name in ("DecisionBound.remainders", "DecisionBound.margin")),
+    _DECISION + "certified_radii",
+    share=0.05,
+    batch=24,
+)
+def decision_margins(draw: Draw) -> Outcome:
+    """Remainders of stages, margins at points of a ball, and the decision within its radius."""
+    kind, norm = draw.pick(decisions.KINDS), draw.pick(NORMS)
+    n = draw.integer(1, 4)
+    net, X = decisions.network(
+        kind, draw.integer(0, 1 << 30), n=n, blocks=1, sharp=float(draw.sizes(-1, 1, 1))
+    )
+    stages, last, head = (
+        with_dtype(with_dtype(part, draw.dtype), torch.float64)
+        for part in (net.stages, net.norm, net.head)
+    )
+    net = DecisionNetwork(stages, last, head)
+    X = draw.rounded(X * float(draw.sizes(-1, 1.5, 1))).double()
+    bound, J, t = DecisionBound(net, X), decisions.jacobians(net, X), n - 1
+    radius = certified_radii(bound, norm, [t])[t].certified
+    r = max(radius, 1e-9) * draw.pick((0.03, 0.5, 1.0))
+    found = bound.remainders(bound.ball(norm, t), r)
+    low = bound.margin(t, bound.gradients_at(t, norm, t), found, r).lower
+    eta = torch.stack([one.sum(0) for one in found.etas])
+    logits = net(X)[t]
+    top, size = int(logits.argmax()), float(logits.abs().amax())
+    errors, margins = [], []
+    for at, move in enumerate(decisions.points(net, X, norm, r * (1.0 - 1e-12), t)):
+        if at >= draw.count:
+            break
+        errors.append(decisions.remainders(net, X, J, move))
+        logits = net(X + move)[t]
+        others = torch.cat((logits[:top], logits[top + 1 :]))
+        margins.append(float(logits[top] - others.amax()))
+    noise = 1e-13 * (1.0 + float(X.norm()))  # of the differences of streams
+    attained = torch.stack(errors).amax(0).flatten()
+    # a margin may be 0 or less, so that both are moved by the size of the logits
+    least = torch.tensor([min(margins) + 4.0 * size])
+    lower_end = torch.tensor([max(low, -2.0 * size) + 4.0 * size])
+    outcome = {
+        f"{_DECISION}DecisionBound.remainders": upper(eta.flatten(), attained, noise=noise),
+        f"{_DECISION}DecisionBound.margin": lower(lower_end, least, 1e-13),
+    }
+    if radius > 0.0 and r <= radius:
+        stays = torch.tensor([1.0 if min(margins) >= -1e-13 * size else 0.0])
+        outcome[f"{_DECISION}certified_radii"] = Ratios(stays, 1e-9)
+    return outcome
 
 
 # The run ------------------------------------------------------------------------------------------

@@ -1,0 +1,248 @@
+"""Certified decisions of a model on a text: how far its token embeddings may move before a choice
+of the next token changes.
+
+    certified <= the smallest change that changes the decision <= attacked
+
+``certified`` follows from the Taylor certificate of fenchel/sensitivity/decision.py; ``attacked``
+is the length of a change that was found (fenchel/sensitivity/decision_attack.py) and is returned as
+the witness. The change is one of the input of the first block, in float64: embeddings with whatever
+the model adds to them. The decision at a position is the set of the ``keep`` largest logits.
+
+The certificate is about the exact function of the stored weights; a forward pass in float32 differs
+from it by its own rounding, which is not covered.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fenchel.inspection.certificates import block_layer, norm_layer, why_no_block
+from fenchel.inspection.our_model import record_pass
+from fenchel.model import Transformer, evaluating
+from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, certified_radii
+from fenchel.sensitivity.decision_attack import nearest_change
+from fenchel.sensitivity.layers import (
+    Chain,
+    LinearLayer,
+    NormLayer,
+    Residual,
+    SelfAttention,
+    with_dtype,
+)
+
+_AGREEMENT = 1e-3  # of the largest logit, between the network written out and the model
+_SHARE = 0.7  # of a budget, for the certificate
+
+
+@dataclass(frozen=True, eq=False)
+class PositionDecision:
+    """The decision after the tokens up to ``position``."""
+
+    position: int
+    kept: list[int]
+    """The ``keep`` tokens with the largest logits."""
+    rival: int
+    """The nearest other token, by margin over gradient."""
+    margin: float
+    """Its logit below the least kept one."""
+    certified: float
+    attacked: float
+    """inf where no change was found."""
+    first_order: float
+    """Margin over gradient: no bound."""
+    witness: Tensor | None
+    """A change of the embeddings, (position + 1, M), of length ``attacked``."""
+    parts: dict[str, float]
+    """What the margin lost at the certified radius, by kind of remainder."""
+
+    @property
+    def ratio(self) -> float:
+        """certified / attacked."""
+        return self.certified / self.attacked if 0.0 < self.attacked < math.inf else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Both sides of the distance to another decision, at every position."""
+
+    norm: str
+    keep: int
+    positions: list[PositionDecision]
+    network: DecisionNetwork
+    embeddings: Tensor
+    seconds: float
+    complete: bool
+    """False where a budget ended the search."""
+
+    @property
+    def certified(self) -> Tensor:
+        """(positions,)."""
+        return torch.tensor([one.certified for one in self.positions], dtype=torch.float64)
+
+    @property
+    def attacked(self) -> Tensor:
+        """(positions,)."""
+        return torch.tensor([one.attacked for one in self.positions], dtype=torch.float64)
+
+    def replay(self, index: int) -> tuple[list[int], float]:
+        """The decision at the witness of a position, and the length of that change."""
+        one = self.positions[index]
+        if one.witness is None:
+            raise ValueError(f"no change was found at position {one.position}.")
+        X = self.embeddings[: one.position + 1] + one.witness
+        logits = self.network(X)[-1]
+        return logits.topk(self.keep).indices.tolist(), length(one.witness, self.norm)
+
+
+def length(moves: Tensor, norm: str) -> float:
+    """The length of a change (n, M) in a norm."""
+    rows = moves.norm(dim=-1)
+    return float(rows.amax() if norm == "token" else rows.norm())
+
+
+@torch.no_grad()
+def certify_decision(
+    model: Transformer,
+    ids: Tensor,
+    *,
+    norm: str,
+    keep: int = 1,
+    budget: float | None = None,
+    positions: Sequence[int] | None = None,
+    rivals: int = 8,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Decision:
+    """How far the embeddings of ids (T,) may move before a decision changes, from both sides.
+
+    ``norm`` is "all" (all tokens together), "token" (each token) or "one" (the last token of each
+    prefix alone). ``keep`` is the number of largest logits that must stay the largest. ``budget``
+    is in seconds; when it is spent, what is known is returned. The attack aims at the ``rivals``
+    nearest tokens and counts a change to any.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> config = ModelConfig(vocabulary=16, width=8, layers=1, heads=2, initial="normal")
+    >>> model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    >>> decision = certify_decision(model, torch.tensor([3, 1, 2]), norm="all")
+    >>> bool((decision.certified <= decision.attacked).all())
+    True
+    """
+    begin = time.monotonic()
+    deadline = math.inf if budget is None else begin + budget
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim != 1 or len(ids) == 0:
+        raise ValueError(f"a decision is about one sequence of ids (T,), got {tuple(ids.shape)}.")
+    if not 1 <= keep < model.config.vocabulary:
+        raise ValueError(f"keep is 1 to {model.config.vocabulary - 1}, got {keep}.")
+    network, X = network_of(model, ids)
+    chosen = list(range(len(ids))) if positions is None else sorted(set(positions))
+    if not chosen or not 0 <= chosen[0] <= chosen[-1] < len(ids):
+        raise ValueError(f"positions are 0 to {len(ids) - 1}, got {positions}.")
+    X = X[: chosen[-1] + 1]
+    network = _for_length(network, len(X))
+    say = progress or (lambda *_: None)
+    say("certificates", 0, len(chosen))
+    bound = DecisionBound(network, X, keep=keep)
+    middle = math.inf if budget is None else begin + _SHARE * budget
+    radii = certified_radii(
+        bound, norm, chosen, middle, lambda done: say("certificates", done, len(chosen))
+    )
+    results = []
+    for done, t in enumerate(chosen):
+        say("attacks", done, len(chosen))
+        radius, at = radii[t], bound.rivals[t]
+        change = nearest_change(
+            _for_length(network, t + 1), X[: t + 1], at.kept, norm, rivals=rivals, deadline=deadline
+        )
+        attacked = math.inf if change is None else length(change, norm) * (1.0 + 1e-12)
+        gaps = at.margins.amin(0)
+        results.append(
+            PositionDecision(
+                position=t,
+                kept=at.kept.tolist(),
+                rival=radius.rival,
+                margin=float(gaps.amin()),
+                certified=radius.certified,
+                attacked=attacked,
+                first_order=radius.first_order,
+                witness=change,
+                parts={} if radius.bound is None else radius.bound.parts,
+            )
+        )
+    spent = time.monotonic() - begin
+    complete = time.monotonic() < deadline
+    return Decision(norm, keep, results, network, X, spent, complete)
+
+
+def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor]:
+    """The model written out in float64 for ids (T,), and the input of its first block (T, M)."""
+    config = model.config
+    reasons = {
+        f"is of kind {config.kind!r}": config.kind != "decoder",
+        f"has norm_place={config.norm_place!r}": config.norm_place != "pre",
+        "runs attention and MLP in parallel": config.parallel,
+        "has no norm before its LM head": model.norm is None,
+        "has further layers before its LM head": model.lm_head_proj is not None,
+        "has embeddings of another width": model.embed_proj is not None,
+        "has no LM head": not config.lm_head,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"decisions are certified for pre-norm decoders; this model {reason}.")
+    records = record_pass(model, ids[None]).records
+    source = model.lm_head_weight.dtype
+    stages: list[Residual] = []
+    for number, record in enumerate(records, 1):
+        if (refused := why_no_block(record)) is not None:
+            raise ValueError(f"layer {number} {refused}.")
+        block = with_dtype(block_layer(record, torch.float64), torch.float64, source)
+        assert isinstance(block, Chain)
+        stages += [stage for stage in block.layers if isinstance(stage, Residual)]
+    assert model.norm is not None
+    norm = with_dtype(norm_layer(model.norm, torch.float64), torch.float64, source)
+    assert isinstance(norm, NormLayer)
+    bias = None if model.lm_head_bias is None else model.lm_head_bias.detach().double()
+    scale = config.logit_scale
+    if scale <= 0.0:
+        raise ValueError("decisions are certified for a positive logit_scale.")
+    head = LinearLayer(scale * model.lm_head_weight.detach().double().mT, bias)
+    network = DecisionNetwork(tuple(stages), norm, head)
+    X = records[0].block.x[0].double()
+    _require_agreement(network, X, model, ids)
+    return network, X
+
+
+def _for_length(network: DecisionNetwork, n: int) -> DecisionNetwork:
+    """The network on the first n tokens: rotations are one matrix per position."""
+
+    def cut(stage: Residual) -> Residual:
+        assert isinstance(stage.branch, Chain)
+        layers = tuple(
+            replace(layer, rotations=layer.rotations[:n])
+            if isinstance(layer, SelfAttention) and layer.rotations is not None
+            else layer
+            for layer in stage.branch.layers
+        )
+        return replace(stage, branch=Chain(layers))
+
+    return replace(network, stages=tuple(cut(stage) for stage in network.stages))
+
+
+def _require_agreement(
+    network: DecisionNetwork, X: Tensor, model: Transformer, ids: Tensor
+) -> None:
+    """Refuse a network whose logits are not what the model computes, up to a soft cap."""
+    logits = network(X)
+    cap = model.config.logit_softcap
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    with torch.no_grad(), evaluating(model):
+        own = model(ids[None])[0].double()
+    difference, size = float((logits - own).abs().amax()), float(own.abs().amax())
+    if not difference <= _AGREEMENT * max(size, 1e-30):
+        raise ValueError(
+            f"the model written out differs from its own logits by {difference:.3g} of {size:.3g}, "
+            "so its decisions are not certified."
+        )

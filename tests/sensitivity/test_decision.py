@@ -1,0 +1,350 @@
+"""fenchel/sensitivity/decision.py: remainders, margins and radii against points of the ball."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+from fenchel.attention import Causal, angles
+from fenchel.choice import Entmax
+from fenchel.sensitivity import decision
+from fenchel.sensitivity.bounds.feedforward import SLOPES
+from fenchel.sensitivity.decision import (
+    CURVATURES,
+    NORMS,
+    PARTS,
+    DecisionBound,
+    DecisionNetwork,
+    certified_radii,
+)
+from fenchel.sensitivity.decision_attack import nearest_change
+from fenchel.sensitivity.layers import (
+    ActivationLayer,
+    Chain,
+    GatedLayer,
+    LinearLayer,
+    NormLayer,
+    Residual,
+    SelfAttention,
+    rotation_matrices,
+)
+
+KINDS = ("llama", "gpt")
+
+
+def network(
+    kind: str, seed: int = 0, n: int = 4, blocks: int = 2, sharp: float = 1.0
+) -> tuple[DecisionNetwork, Tensor]:
+    """Rotary, grouped, gated with RMSNorm, or biased and plain with LayerNorm."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, fan: int = 1) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator) / fan**0.5
+
+    d, H, G, D, F, V = 6, 4, 2, 4, 10, 9
+    llama = kind == "llama"
+
+    def norm() -> NormLayer:
+        gain = 1.0 + 0.2 * normal(d)
+        return NormLayer(
+            gain, None if llama else 0.2 * normal(d), 1e-5, "rms" if llama else "layer"
+        )
+
+    stages: list[Residual] = []
+    for _ in range(blocks):
+        W_Q, W_K, W_V = (normal(heads, d, D, fan=d) for heads in (H, G, G))
+        b_Q, b_K, b_V = (None if llama else 0.2 * normal(heads, D) for heads in (H, G, G))
+        rotations = rotation_matrices(angles(torch.arange(n), D, dtype=torch.float64), D)
+        attention = SelfAttention(
+            *(sharp * W_Q, W_K, W_V, normal(H * D, d, fan=H * D)),
+            prior=Causal(),
+            biases=(b_Q, b_K, b_V),
+            rotations=rotations if llama else None,
+            bias=None if llama else 0.2 * normal(d),
+        )
+        down = LinearLayer(normal(F, d, fan=F), None if llama else 0.2 * normal(d))
+        mlp: tuple[GatedLayer | LinearLayer | ActivationLayer, ...] = (
+            (GatedLayer(normal(d, F, fan=d), normal(d, F, fan=d), "silu"),)
+            if llama
+            else (LinearLayer(normal(d, F, fan=d), 0.2 * normal(F)), ActivationLayer("gelu"))
+        )
+        stages += [Residual(Chain((norm(), attention)), (), 0.7)]
+        stages += [Residual(Chain((norm(), Chain((*mlp, down)))))]
+    return DecisionNetwork(tuple(stages), norm(), LinearLayer(normal(d, V))), normal(n, d)
+
+
+def within(moves: Tensor, norm: str, r: float, t: int) -> Tensor:
+    """Moves (n, d) on the sphere of radius r."""
+    if norm == "token":
+        return r * moves / moves.norm(dim=-1, keepdim=True)
+    if norm == "one":
+        only = torch.zeros_like(moves)
+        only[t] = moves[t]
+        moves = only
+    return r * moves / moves.norm()
+
+
+def points(net: DecisionNetwork, X: Tensor, norm: str, r: float, t: int) -> Iterator[Tensor]:
+    """Random moves, along gradients of random functionals of every stage, and of margins."""
+    generator = torch.Generator().manual_seed(1)
+    for k in range(24):
+        u = torch.randn(X.shape, dtype=X.dtype, generator=generator)
+        if k % 3:
+            Y = X.clone().requires_grad_()
+            streams = net.streams(Y)
+            target = (streams[1 + k % len(net.stages)] * u).sum()
+            if k % 3 == 2:
+                logits = net(Y)[t]
+                target = logits[int(logits.argsort()[-2 - k % 5])] - logits.amax()
+            (u,) = torch.autograd.grad(target, Y)
+        u = u + 1e-9 * torch.randn(X.shape, dtype=X.dtype, generator=generator)
+        yield within(u, norm, r, t)
+
+
+def remainders(net: DecisionNetwork, X: Tensor, J: list[Tensor], move: Tensor) -> Tensor:
+    """|err_st| at a point: (S, n)."""
+    n, d = X.shape
+    here, there = net.streams(X), net.streams(X + move)
+    found = []
+    for s in range(len(J)):
+        change = (J[s].reshape(n * d, n * d) @ (there[s] - here[s]).flatten()).view(n, d)
+        found.append((there[s + 1] - here[s + 1] - change).norm(dim=-1))
+    return torch.stack(found)
+
+
+def jacobians(net: DecisionNetwork, X: Tensor) -> list[Tensor]:
+    return [jacobian(stage, x) for stage, x in zip(net.stages, net.streams(X)[:-1], strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_composed_jacobian_is_that_of_autograd(kind: str) -> None:
+    net, X = network(kind)
+    bound = DecisionBound(net, X)
+    torch.testing.assert_close(bound.last[0], jacobian(Chain(net.stages), X))
+    rows = jacobian(lambda Y: net(Y)[3], X)
+    t, i = 3, int(net(X)[3].argmax())
+    gradients = bound.gradients_at(t, "all", None)
+    torch.testing.assert_close(gradients.first[0], (rows[i] - rows).flatten(1).norm(dim=-1))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_remainder_and_no_margin_is_below_its_bound(kind: str, norm: str) -> None:
+    closest = 0.0
+    for seed, sharp in ((0, 1.0), (1, 3.0), (2, 0.3)):
+        net, X = network(kind, seed, sharp=sharp)
+        bound, J, t = DecisionBound(net, X), jacobians(net, X), 3
+        ball, gradients = bound.ball(norm, t), bound.gradients_at(t, norm, t)
+        radius = certified_radii(bound, norm, [t])[t].certified
+        top = int(net(X)[t].argmax())
+        for r in (1e-3 * radius, 0.3 * radius, radius):
+            found = bound.remainders(ball, r)
+            assert found.n == len(X)
+            eta = torch.stack([one.sum(0) for one in found.etas])
+            low = bound.margin(t, gradients, found, r).lower
+            assert low >= -1e-9
+            for move in points(net, X, norm, r, t):
+                err = remainders(net, X, J, move)
+                assert bool((err <= eta + 1e-13).all())
+                closest = max(closest, float((err / eta).amax())) if r == radius else closest
+                logits = net(X + move)[t]
+                rest = torch.cat((logits[:top], logits[top + 1 :]))
+                assert float(logits[top] - rest.amax()) >= low
+    assert closest > 0.1  # the bounds are not far from what is attained
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
+    kind: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without remainders the radius is margin over gradient, which an attack undercuts."""
+    unsound = 0
+    for seed in range(3):
+        net, X = network(kind, seed)
+        bound = DecisionBound(net, X)
+        positions = range(1, len(X))
+        radii = certified_radii(bound, norm, positions)
+        attacked = {}
+        for t in positions:
+            cut = _prefix(net, t + 1)
+            change = nearest_change(cut, X[: t + 1], bound.rivals[t].kept, norm)
+            assert change is not None
+            rows = change.norm(dim=-1)
+            attacked[t] = float(rows.amax() if norm == "token" else rows.norm())
+            assert int(cut(X[: t + 1] + change)[-1].argmax()) != int(bound.rivals[t].kept)
+            assert 0.0 < radii[t].certified <= attacked[t]
+
+        def dropped(self: DecisionBound, *_: object) -> decision._Remainders:
+            none = torch.zeros(len(PARTS), self.n, dtype=torch.float64)
+            return decision._Remainders([none] * len(self.stages), [none[0]], self.n)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecisionBound, "remainders", dropped)
+            broken = certified_radii(bound, norm, positions)
+            unsound += sum(broken[t].certified > attacked[t] for t in positions)
+    assert unsound > 0
+
+
+def _prefix(net: DecisionNetwork, n: int) -> DecisionNetwork:
+    stages = []
+    for stage in net.stages:
+        assert isinstance(stage.branch, Chain)
+        norm, branch = stage.branch.layers
+        if isinstance(branch, SelfAttention) and branch.rotations is not None:
+            branch = replace(branch, rotations=branch.rotations[:n])
+        stages.append(replace(stage, branch=Chain((norm, branch))))
+    return replace(net, stages=tuple(stages))
+
+
+def _single(part: str) -> tuple[DecisionNetwork, Tensor]:
+    """A network of one stage in which one kind of remainder exceeds the others."""
+    net, X = network("llama", 3, n=3, blocks=1)
+    attention, mlp = net.stages
+    plain = NormLayer(None, None, 1e-5, "rms")
+    assert isinstance(attention.branch, Chain)
+    assert isinstance(mlp.branch, Chain)
+    layer = attention.branch.layers[1]
+    assert isinstance(layer, SelfAttention)
+    if part == "norm":  # GELU far above 0 is the identity
+        eye = torch.eye(6, dtype=torch.float64)
+        far = torch.full((6,), 40.0, dtype=torch.float64)
+        inner = Chain((LinearLayer(eye, far), ActivationLayer("gelu"), LinearLayer(eye)))
+        return replace(net, stages=(Residual(Chain((plain, inner))),)), X
+    if part == "mlp":
+        W = torch.zeros(6, 1, dtype=torch.float64)
+        W[0] = 25.0
+        inner = Chain((LinearLayer(W, W[0] * 0.0), ActivationLayer("gelu"), LinearLayer(W.mT)))
+        X = torch.ones(1, 6, dtype=torch.float64)
+        X[:, 0] = 0.0
+        return replace(net, stages=(Residual(Chain((plain, inner))),)), X
+    if part == "scores":  # no linear move of the scores
+        moved = replace(layer, biases=(None, None, None))
+        X = torch.zeros_like(X)
+        X[:, 0] = 2.0
+        X[:, 1] = torch.arange(3.0)
+        W_Q, W_K = (W.index_fill(1, torch.tensor([0, 1]), 0.0) for W in (layer.W_Q, layer.W_K))
+        moved = replace(moved, W_Q=9.0 * W_Q, W_K=9.0 * W_K)
+    else:
+        moved = replace(layer, W_Q=6.0 * layer.W_Q, W_K=6.0 * layer.W_K)
+    return replace(net, stages=(Residual(Chain((plain, moved))),)), X
+
+
+@pytest.mark.parametrize("part", ["norm", "mlp", "scores", "softmax"])
+def test_a_dropped_remainder_is_seen(part: str) -> None:
+    """err is within eta, and beyond what is left of eta without this part."""
+    net, X = _single(part)
+    bound, J = DecisionBound(net, X), jacobians(net, X)
+    t = len(X) - 1
+    ball = bound.ball("all")
+    seen = False
+    for r in (3e-4, 3e-3, 1e-2):
+        found = bound.remainders(ball, r)
+        if found.n < len(X):
+            continue
+        eta = found.etas[0]
+        rest = eta.sum(0) - eta[PARTS.index(part)]
+        for move in (*points(net, X, "all", r, t), *_aimed(net, X, J, r)):
+            err = remainders(net, X, J, move)[0]
+            assert bool((err <= eta.sum(0) + 1e-13).all())
+            seen = seen or bool((err > rest + 1e-12).any())
+    assert seen
+
+
+def _aimed(net: DecisionNetwork, X: Tensor, J: list[Tensor], r: float) -> Iterator[Tensor]:
+    """Ascent on the remainder of the first stage from random starts."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(6):
+        move = within(
+            torch.randn(X.shape, dtype=X.dtype, generator=generator), "all", r, len(X) - 1
+        )
+        for _ in range(25):
+            move = move.detach().requires_grad_()
+            err = remainders(net, X, J, move)[0].square().sum()
+            (g,) = torch.autograd.grad(err, move)
+            move = within(move.detach() / r + g / g.norm().clamp(min=1e-300), "all", r, 0)
+            yield move
+
+
+def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
+    net, X = network("llama", 5)
+    whole = certified_radii(DecisionBound(net, X), "all", [1])[1]
+    alone = certified_radii(DecisionBound(_prefix(net, 2), X[:2]), "all", [1])[1]
+    assert alone.certified == pytest.approx(whole.certified, rel=1e-9)
+
+
+def test_more_kept_tokens_have_smaller_radii() -> None:
+    net, X = network("llama", 6)
+    one, three = (
+        certified_radii(DecisionBound(net, X, keep=keep), "all", [3])[3] for keep in (1, 3)
+    )
+    logits = net(X)[3].sort(descending=True).values
+    if float(logits[2] - logits[3]) < float(logits[0] - logits[1]):
+        assert three.certified <= one.certified
+    change = nearest_change(net, X, net(X)[3].topk(3).indices, "all")
+    assert change is not None
+    assert three.certified <= float(change.norm())
+    before, after = (set(net(Y)[3].topk(3).indices.tolist()) for Y in (X, X + change))
+    assert before != after
+
+
+def test_curvatures_are_those_of_the_slopes_and_nowhere_exceeded() -> None:
+    x = torch.linspace(-30.0, 30.0, 600_001, dtype=torch.float64).requires_grad_()
+    for name, curvature in CURVATURES.items():
+        (second,) = torch.autograd.grad(SLOPES[name].at(x).sum(), x)
+        torch.testing.assert_close(curvature.second(x).detach(), second, atol=1e-12, rtol=1e-9)
+        (third,) = torch.autograd.grad(curvature.second(x).sum(), x)
+        for most, attained in (
+            (curvature.most_second, second),
+            (curvature.most_third, third),
+        ):
+            assert 0.999 * most < float(attained.abs().amax()) <= most
+
+
+def test_a_deadline_leaves_a_radius_of_zero() -> None:
+    net, X = network("llama")
+    assert certified_radii(DecisionBound(net, X), "all", [3], deadline=-1.0)[3].certified == 0.0
+
+
+def test_what_is_not_covered_is_refused_by_name() -> None:
+    net, X = network("llama")
+    attention, mlp = net.stages[:2]
+    assert isinstance(attention.branch, Chain)
+    norm, layer = attention.branch.layers
+    assert isinstance(layer, SelfAttention)
+    assert isinstance(norm, NormLayer)
+
+    def refused(stage: Residual, match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            DecisionBound(replace(net, stages=(stage, mlp)), X)
+
+    refused(replace(attention, branch=Chain((norm, replace(layer, choice=Entmax(1.5))))), "softmax")
+    unit = NormLayer(kind="rms")
+    refused(
+        replace(attention, branch=Chain((norm, replace(layer, qk_norm=(unit, unit))))), "queries"
+    )
+    refused(replace(attention, branch=Chain((norm, replace(layer, prior=None)))), "looks ahead")
+    refused(replace(attention, branch=Chain((layer,))), "no norm")
+    refused(replace(attention, parallel=(layer,)), "one branch")
+    eye = torch.eye(6, dtype=torch.float64)
+    relu = Chain((norm, LinearLayer(eye), ActivationLayer("relu"), LinearLayer(eye)))
+    refused(Residual(relu), "activation 'relu'")
+    with pytest.raises(ValueError, match="norm all, token, one"):
+        certified_radii(DecisionBound(net, X), "fro", [0])
+    with pytest.raises(ValueError, match="GB"):
+        DecisionBound(net, torch.zeros(1, 20_000, dtype=torch.float64))
+
+
+def test_rounding_is_a_small_part_and_never_none() -> None:
+    net, X = network("llama")
+    bound = DecisionBound(net, X)
+    found = bound.remainders(bound.ball("all"), 1e-6)
+    for eta in found.etas:
+        lost = eta[PARTS.index("rounding")]
+        assert bool((lost > 0).all())
+        assert float(lost.amax()) < 1e-9
+    assert math.isfinite(decision._GROW)
