@@ -18,7 +18,8 @@ from fenchel.cli.console import (
     require_inputs,
     text_path,
 )
-from fenchel.cli.inspect import require_page, show
+from fenchel.cli.inspect import show
+from fenchel.files import require_page
 
 PAGE = Path("ablation.html")
 _ROWS = 20

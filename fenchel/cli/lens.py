@@ -22,8 +22,8 @@ from fenchel.cli.console import (
     require_inputs,
     text_path,
 )
-from fenchel.cli.inspect import require_page, show
-from fenchel.files import printable, require_output
+from fenchel.cli.inspect import show
+from fenchel.files import printable, require_output, require_page
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel

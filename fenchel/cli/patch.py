@@ -15,8 +15,8 @@ from fenchel.cli.console import (
     device_and_dtype,
     require_inputs,
 )
-from fenchel.cli.inspect import require_page, show
-from fenchel.files import printable
+from fenchel.cli.inspect import show
+from fenchel.files import printable, require_page
 
 PAGE = Path("patch.html")
 _NAMES = {"q": "queries", "k": "keys", "v": "values", "stream": "streams"}
