@@ -64,7 +64,7 @@ def softmax_with(emphasis: Emphasis) -> Callable[[int, AttentionCall], Tensor | 
         q, k, v, spec = call
         if emphasis.layers is not None and layer + 1 not in emphasis.layers:
             return None
-        H, T = q.shape[1:3]
+        (B, H, T, _), S = q.shape, k.shape[2]
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
         z = spec.scale_for(q.shape[-1]) * q @ k.mT
         for h in range(H):
@@ -72,8 +72,9 @@ def softmax_with(emphasis: Emphasis) -> Callable[[int, AttentionCall], Tensor | 
                 z[:, h] *= emphasis.beta
                 for token in emphasis.tokens:
                     if token < T:
-                        z[:, h, :, token] += emphasis.bias
-        z += torch.full((T, T), -torch.inf, dtype=z.dtype, device=z.device).triu(1)
+                        z[:, h, :, token + S - T] += emphasis.bias  # a sink stands before the keys
+        assert spec.prior is not None
+        z += spec.prior.log(T, S, B=B, H=H, device=z.device, dtype=z.dtype)
         return z.softmax(-1) @ v
 
     return override
@@ -112,6 +113,10 @@ STEERED: dict[str, tuple[dict[str, Any], list[Steering | None]]] = {
             Steering(emphasis=Emphasis(frozenset({0}), -4.0, 0.3, layers=frozenset({2}))),
         ],
     ),
+    "sinks and gates": (
+        {"sinks": True, "gate": "head", "windows": (5, 0)},
+        [Steering(emphasis=Emphasis(frozenset({1, 4}), 2.0, 0.7)), None, None],
+    ),
     "both": (
         {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
         [Steering(vectors(32, 2), Emphasis(frozenset({3}), 3.0)), None, None],
@@ -119,8 +124,14 @@ STEERED: dict[str, tuple[dict[str, Any], list[Steering | None]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", STEERED)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        (case, kind)
+        for case, (shape, _) in STEERED.items()
+        for kind in (["model", "graph"] if "gate" in shape else KINDS)  # others decline gates
+    ],
+)
 def test_every_row_has_the_logits_of_a_model_steered_by_hooks(
     case: str, kind: str, decoder_of: Callable[[str, dict[str, Any]], Decoder]
 ) -> None:
