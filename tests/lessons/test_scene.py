@@ -336,7 +336,7 @@ NUMBERS: list[tuple[str, dict[str, Any], str, Callable[[dict[str, Any]], list[fl
 
 @needs_browser
 @pytest.mark.parametrize(
-    ("name", "state", "selector", "expected"), NUMBERS, ids=lambda v: str(v)[:30]
+    ("name", "state", "selector", "expected"), NUMBERS, ids=[case[0] for case in NUMBERS]
 )
 def test_the_numbers_of_a_scene_are_those_of_the_library(
     browser: Browser,
