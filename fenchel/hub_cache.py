@@ -76,7 +76,7 @@ def find_checkpoint(source: str | Path) -> Path:
             f"the Hugging Face cache has no revision {revision} of {name} (it has {others}); this "
             f"puts it there: {_download(name, revision)}"
         )
-    if missing := _missing_weights(snapshot):
+    if missing := missing_weights(snapshot):
         raise ValueError(
             f"the Hugging Face cache has {name} without {missing}: its download did not finish; "
             f"this completes it: {_download(name, revision)}"
@@ -148,7 +148,7 @@ def _commit_of(folder: Path, revision: str) -> str | None:
     return commit if _COMMIT.fullmatch(commit) else None
 
 
-def _missing_weights(snapshot: Path) -> str | None:
+def missing_weights(snapshot: Path) -> str | None:
     """A file of weights that a download has left out; None where all are there or none is known."""
     index = snapshot / _INDEX
     if index.is_file() and not (snapshot / _WEIGHTS).is_file():

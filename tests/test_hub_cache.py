@@ -149,3 +149,40 @@ def test_the_cache_is_where_the_hub_has_it() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
     assert cache_folder({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}) == Path("/h/hub")
     assert cache_folder({"HF_HUB_CACHE": "/x", "HF_HOME": "/h"}) == Path("/x")
+
+
+def test_the_list_says_which_commands_serve_a_cached_model(
+    cache: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, exported)
+    put(cache, exported, OLDER, "refs/pr/3")
+    other = cache / "models--acme--other" / "snapshots" / COMMIT
+    other.mkdir(parents=True)
+    settings = json.loads((exported / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "model_type": "opt"}))
+    weights = (exported / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights)
+    half = cache / "models--acme--half" / "snapshots" / COMMIT
+    half.mkdir(parents=True)
+    (half / "config.json").write_text("{}")
+    assert main(["list", "checkpoints", "--json"]) == 0
+    rows = {
+        (row["name"], row["revision"]): row for row in json.loads(capsys.readouterr().out)["cache"]
+    }
+    assert rows[NAME, "main"]["served_by"] == "every command"
+    assert rows[NAME, "main"]["family"] == "llama"
+    assert rows[NAME, "refs/pr/3"]["parameters"] == rows[NAME, "main"]["parameters"] > 0
+    assert rows["acme/other", COMMIT]["served_by"] == "inspect, attach"
+    assert rows["acme/half", COMMIT]["served_by"] == "none"
+    assert "download did not finish" in rows["acme/half", COMMIT]["note"]
+    assert main(["list", "checkpoints"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "acme/half: model.safetensors is missing" in shown
+    assert "every command" in shown
+
+
+def test_an_empty_cache_is_a_sentence(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "checkpoints"]) == 0
+    assert f"The Hugging Face cache {cache} has no model." in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -43,7 +43,7 @@ COMMANDS = {
     "report": "Write the page of a run directory again.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Replace the attention of a transformers checkpoint, and prove the replacement.",
-    "list": "List built-in texts, presets, families of checkpoints, runs.",
+    "list": "List built-in texts, presets, families, cached checkpoints, runs.",
     "settings": "Print the meaning and the type of every setting of a run, and when it is read.",
     "doctor": "What this machine supports, and whether a run or a checkpoint is intact.",
     "learn": "Open the lessons in a browser.",

@@ -133,10 +133,13 @@ def run(
         print(json_format.dumps(result.plain(rows=rows)))
         return 0
     from fenchel.cli.inspection_tables import tables
+    from fenchel.report.findings import findings, next_command
 
     sentences = [result.subject["begin"]]
     sentences += [result.precision.statement] if result.precision else []
-    show(tables(result), sentences, target)
+    show(tables(result), [*sentences, *findings(result)], target)
+    if why is None:
+        print(f"Next  {printable(next_command(result, directory), 4096)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""fenchel list: built-in texts, presets, families of checkpoints, and runs with their results."""
+"""fenchel list: built-in texts, presets, families, checkpoints of the cache, runs with results."""
 
 import json as json_format
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where fenchel train puts runs."""
 _NOTES = 5  # sentences about runs below a table
-SECTIONS = ("texts", "presets", "families", "runs")
+SECTIONS = ("texts", "presets", "families", "checkpoints", "runs")
 Rows = list[dict[str, Any]]
 Shown = tuple[Table | None, list[str]]
 """A table, and sentences below it."""
@@ -35,12 +35,13 @@ def run(
     sort: str | None = None,
     json: Json = False,
 ) -> int:
-    """List built-in texts, presets, families of checkpoints, and runs.
+    """List built-in texts, presets, families of checkpoints, those of the cache, and runs.
 
     Parameters
     ----------
     what
-        texts, presets, families or runs; by default all of them.
+        texts, presets, families, checkpoints (those of the Hugging Face cache) or runs; by default
+        all of them.
     directory
         With runs: where to look for runs and checkpoints, five folders deep; ./runs by default.
     sort
@@ -140,6 +141,41 @@ def families() -> Listed:
         "All are read, by every command that takes DIR, and written, by fenchel convert DIR OUT."
     )
     return {"families": rows}, [(table, [about])]
+
+
+def checkpoints() -> Listed:
+    """The models of the Hugging Face cache, and which commands serve each."""
+    from fenchel.hub_cache import cache_folder, missing_weights, snapshots
+
+    rows: Rows = []
+    for one in snapshots():
+        row: dict[str, Any] = {"family": None, "parameters": None, "dtype": None}
+        if missing := missing_weights(one.path):
+            row["note"] = f"{missing} is missing: the download did not finish."
+        else:
+            row = _checkpoint(one.path, one.path)
+        note = str(row["note"])
+        served = "every command"
+        if note:
+            served = "inspect, attach" if "through transformers" in note else "none"
+        row |= {"path": str(one.path), "name": one.name, "revision": one.revision}
+        rows.append(row | {"served_by": served})
+    if not rows:
+        return {"cache": []}, [(None, [f"The Hugging Face cache {cache_folder()} has no model."])]
+    table = _table("model", "revision", "family", ">params", "dtype", "served by")
+    for row in rows:
+        table.add_row(
+            printable(row["name"], 200),
+            printable(str(row["revision"])[:12]),
+            printable(row["family"] or ""),
+            short_count(row["parameters"]),
+            row["dtype"] or "",
+            row["served_by"],
+        )
+    notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
+    more = [f"{len(notes) - _NOTES} more are not read; --json says why."]
+    notes = notes[:_NOTES] + (more if len(notes) > _NOTES else [])
+    return {"cache": rows}, [(table, [*notes, "fenchel inspect NAME, or NAME@REVISION."])]
 
 
 def runs(root: Path, sort: str, stages: Console) -> Listed:
@@ -255,4 +291,4 @@ def _whole(value: float | None) -> str:
     return "" if value is None else f"{int(value):,}"
 
 
-LISTS = {"texts": texts, "presets": presets, "families": families}
+LISTS = {"texts": texts, "presets": presets, "families": families, "checkpoints": checkpoints}

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from fenchel.inspection_result import Inspection, ScoreParts
 from fenchel.report.attention_map import inspected_maps
 from fenchel.report.certificates import certificates
+from fenchel.report.findings import findings
 from fenchel.report.html import (
     Html,
     Section,
@@ -92,7 +93,8 @@ def _summary(result: Inspection) -> Section:
         exponent = f"Lyapunov exponent {format_value(network.exponent)}"
         entries.append(("Growth of a change per layer", grown, exponent))
     link = element("a", "What the numbers mean", href="#meaning")
-    body = [number_cards(entries), element("p", link, class_="about")]
+    found = element("p", " ".join(findings(result)), class_="lead")
+    body = [found, number_cards(entries), element("p", link, class_="about")]
     if result.precision is not None:
         body.append(element("p", result.precision.statement, class_="note"))
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))

@@ -112,7 +112,7 @@ def test_without_a_word_everything_is_listed(
     assert "There is no folder runs here yet." in shown
     assert main(["list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert list(listed) == ["texts", "presets", "families", "runs", "checkpoints"]
+    assert list(listed) == ["texts", "presets", "families", "cache", "runs", "checkpoints"]
     assert [row["architecture"] for row in listed["families"]] == [f.architecture for f in FAMILIES]
     families = {row["architecture"]: row["presets"] for row in listed["families"]}
     assert sorted(name for names in families.values() for name in names) == sorted(PRESETS)
