@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = Path("lens.html")
 Kind = Literal["logit", "jacobian"]
+Targets = Literal["later", "same"]
 _STRETCHES = 8  # of a text, to fit a lens
 _ERROR = 0.1  # of every layer, at which fitting stops
 _QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit without a flag
@@ -47,6 +48,7 @@ def run(
     kind: Kind | None = None,
     fit: str | None = None,
     stretches: Whole = _STRETCHES,
+    targets: Targets = "later",
     save: Path | None = None,
     out: Path | None = None,
     max_tokens: Whole = _TOKENS,
@@ -79,6 +81,9 @@ def run(
     stretches
         Stretches of that text, of 64 tokens each, at most; fewer where the error bar of every layer
         is below 10 %.
+    targets
+        Whose changes a lens is made of: "later", those of a token and all after it, as published;
+        "same", those of the token alone, which mostly agree better with its own next word.
     save
         Write the fitted lens to this file, of safetensors.
     out
@@ -86,8 +91,8 @@ def run(
     max_tokens
         Tokens of the text that are shown.
     """
-    if lens is not None and (fit, save, kind) != (None, None, None):
-        raise ValueError("--lens has a lens already; leave out --fit, --save and --kind.")
+    if lens is not None and (fit, save, kind, targets) != (None, None, None, "later"):
+        raise ValueError("--lens has a lens already; leave out --fit, --save, --kind, --targets.")
     if kind == "logit" and (fit is not None or save is not None):
         raise ValueError("--kind logit fits no lens; leave out --fit and --save.")
     if stretches < 1:
@@ -127,7 +132,14 @@ def run(
                     _affordable(model, source, stretches, requested=requested)
                 )
                 skip = min(16, len(texts[0]) // 4)
-                fitted = fit_lens(model, texts, skip=skip, error=_ERROR, progress=console.progress)
+                fitted = fit_lens(
+                    model,
+                    texts,
+                    skip=skip,
+                    targets=targets,
+                    error=_ERROR,
+                    progress=console.progress,
+                )
                 about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source.text}"
                 fitted = replace(fitted, about=about)
         if fitted is None:
@@ -251,6 +263,7 @@ def _record(
             "texts": fitted.texts,
             "positions": fitted.positions,
             "skip": fitted.skip,
+            "targets": fitted.targets,
             "error": {n: _finite(fitted.error(n)) for n in fitted.layers},
             "spread_texts": dict(fitted.spread_texts),
             "spread_positions": dict(fitted.spread_positions),

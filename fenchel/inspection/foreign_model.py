@@ -70,8 +70,7 @@ class ForeignModel(InspectedModel):
 
     def trace(self, ids: Tensor) -> ForwardTrace:
         """Run it once; its attention reports to the recorder."""
-        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        self.require_known(ids, table.num_embeddings)
+        self.require_ids(ids)
         with one_sentence(f"read this text with this {self.family!r} model"):
             self.require_agreement(ids)
             recorder, logits = self.record(ids)
@@ -80,6 +79,11 @@ class ForeignModel(InspectedModel):
             return ForwardTrace(blocks, None)
         lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
         return ForwardTrace(blocks, lm_head)
+
+    def require_ids(self, ids: Tensor) -> None:
+        """Refuse ids that its embedding does not have."""
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        self.require_known(ids, table.num_embeddings)
 
     def record(self, ids: Tensor) -> tuple[BlockRecorder, Tensor | None]:
         """Run the model for a recorder; also the logits (V,) of the last token, if it has any."""

@@ -181,6 +181,7 @@ class _HookedForeign(HookedModel):
         return self.logits(ids_N1, Last())[:, 0]
 
     def logits(self, ids_BT: Tensor, taps: Taps) -> Tensor:
+        self.subject.require_ids(ids_BT)
         T = ids_BT.shape[1]
         if T not in self._specs:  # an override of transformers is not given the mask of its call
             if not self._specs:

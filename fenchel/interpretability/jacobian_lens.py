@@ -12,6 +12,11 @@ and the law of the next token is softmax(unembed(.)) of either. The first is the
 through the mean stream; the second is its linear part alone, which misses by the constant
 mean_L - J_l mean_l.
 
+``targets="same"`` keeps the term t' = t alone: what a position becomes by itself, which is closer
+to the law of its own next token. A reverse product with the cotangent s_t e_i at every target, and
+its result times s_t at every source, has that term as its mean over random signs s, at the same
+cost.
+
 **Fit.** A cotangent e_i at every target position at once gives row i of J for every source position
 and every layer in one reverse pass, so a text costs one forward pass and M reverse products, in
 batches of copies of the text. Whole texts and exact rows: random probes have a larger error at the
@@ -34,6 +39,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -52,8 +58,12 @@ _FIXED = {
     "kind": "jacobian lens",
     "site": "after block",
     "count_from": "1",
-    "targets": "sum over the source position and all later ones",
     "sources": "mean over positions",
+}
+Targets = Literal["later", "same"]
+_TARGETS: dict[Targets, str] = {
+    "later": "sum over the source position and all later ones",
+    "same": "the source position alone, by random signs",
 }
 _NAME = re.compile(r"(jacobian|mean_in)\.([1-9]\d{0,3})")
 _OTHERS = ("mean_out", "spread_texts", "spread_positions")
@@ -79,6 +89,8 @@ class JacobianLens:
     positions: int = 0
     """Source positions in all texts together."""
     skip: int = SKIP
+    targets: Targets = "later"
+    """Positions whose effects are summed: the source and all later ones, or the source alone."""
     about: str = ""
     weights: str = ""
     """The fingerprint of the model."""
@@ -121,6 +133,7 @@ class JacobianLens:
         numbers = {name: str(getattr(self, name)) for name in ("texts", "positions", "skip")}
         left_out = f"the first {self.skip} positions and the last"
         about = {"left_out": left_out, "about": self.about, "weights": self.weights}
+        about["targets"] = _TARGETS[self.targets]
         with system_errors(path):
             save_file(
                 {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()},
@@ -142,7 +155,8 @@ class JacobianLens:
         with system_errors(path), safe_open(path, framework="pt") as file:
             about = {k: printable(v, _LONGEST) for k, v in (file.metadata() or {}).items()}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if any(about.get(key) != value for key, value in _FIXED.items()):
+        targets = [name for name, words in _TARGETS.items() if about.get("targets") == words]
+        if any(about.get(key) != value for key, value in _FIXED.items()) or not targets:
             raise ValueError(f"{path} does not say how its matrices were made, as fenchel does.")
         if about.get("weights") != weights_fingerprint(subject.model):
             raise ValueError(
@@ -166,6 +180,7 @@ class JacobianLens:
             texts=max(texts, 1),
             positions=positions,
             skip=skip,
+            targets=targets[0],
             about=about.get("about", ""),
             weights=about["weights"],
             **spreads,
@@ -238,7 +253,16 @@ class TextJacobians:
     ``means`` (L, M) of the streams after every layer; all in the dtype of the model.
     """
 
-    def __init__(self, model: HookedModel, ids: Sequence[int], *, skip: int, rows: int) -> None:
+    def __init__(
+        self,
+        model: HookedModel,
+        ids: Sequence[int],
+        *,
+        skip: int,
+        rows: int,
+        signs_T: Tensor | None = None,
+    ) -> None:
+        """``signs_T`` where only effects of a position on itself are kept."""
         T, M, L = len(ids), model.width, model.layers
         if skip + 2 > T:
             raise ValueError(
@@ -249,6 +273,8 @@ class TextJacobians:
         with torch.enable_grad():
             model.logits(model.batch(ids, rows), recorded)
         target, sources = recorded.streams[L], [recorded.streams[n] for n in range(1, L)]
+        signs_T = torch.ones(T) if signs_T is None else signs_T
+        sign_T1 = signs_T[inside].to(target)[:, None]
         self.positions = T - 1 - skip
         self.means = torch.stack([x[0, inside].detach().mean(0) for x in (*sources, target)])
         self.jacobians = target.new_zeros(L - 1, M, M)
@@ -257,10 +283,10 @@ class TextJacobians:
             count = min(rows, M - first)
             at = torch.arange(count, device=target.device)
             u = torch.zeros_like(target)
-            u[at, inside, first + at] = 1.0
+            u[at, inside, first + at] = sign_T1[:, 0]
             gradients = torch.autograd.grad(target, sources, u, retain_graph=first + rows < M)
             for n, g in enumerate(gradients):
-                g = g[:count, inside]
+                g = g[:count, inside] * sign_T1
                 self.jacobians[n, first : first + count] = g.mean(1)
                 self.squares[n] += g.double().square().sum() / self.positions
 
@@ -270,6 +296,7 @@ def fit_lens(
     texts: Sequence[Sequence[int]],
     *,
     skip: int = SKIP,
+    targets: Targets = "later",
     error: float | None = None,
     rows: int | None = None,
     about: str = "",
@@ -277,8 +304,10 @@ def fit_lens(
 ) -> JacobianLens:
     """The lens of a model, from the ids of texts; each needs ``skip + 2`` tokens at least.
 
-    With ``error`` it stops as soon as the error bar of every layer is below that, after four texts
-    at least. ``rows`` is the number of reverse products at once.
+    ``targets`` are the positions whose effects are summed: "later" with the source itself, or
+    "same" for the source alone, estimated by random signs (of a fixed seed). With ``error`` it
+    stops as soon as the error bar of every layer is below that, after four texts at least.
+    ``rows`` is the number of reverse products at once.
 
     >>> from fenchel.model import ModelConfig, Transformer
     >>> model = Transformer(ModelConfig(vocabulary=16, layers=3, width=32))
@@ -290,6 +319,9 @@ def fit_lens(
         raise ValueError("a lens is fitted to texts; none was given.")
     if skip < 0:
         raise ValueError(f"skip={skip} should not be negative.")
+    if targets not in _TARGETS:
+        raise ValueError(f"targets={targets!r} should be 'later' or 'same'.")
+    generator = torch.Generator().manual_seed(0)
     M, L, device = subject.width, subject.layers, subject.device
     wide = torch.promote_types(subject.dtype, torch.float32)
     sums = [torch.zeros(*s, device=device, dtype=wide) for s in ((L - 1, M, M), (L, M))]
@@ -299,7 +331,10 @@ def fit_lens(
         if progress is not None:
             progress("fitting the lens", n, len(texts))
         room = max(8, min(64, _GRAPH // (len(ids) * M * L)))
-        found = TextJacobians(subject, ids, skip=skip, rows=min(M, rows or room))
+        signs_T = None
+        if targets == "same":
+            signs_T = 2.0 * torch.randint(2, (len(ids),), generator=generator) - 1.0
+        found = TextJacobians(subject, ids, skip=skip, rows=min(M, rows or room), signs_T=signs_T)
         n, positions = n + 1, positions + found.positions
         sums[0] += found.jacobians
         sums[1] += found.means
@@ -321,6 +356,7 @@ def fit_lens(
         texts=n,
         positions=positions,
         skip=skip,
+        targets=targets,
         about=about,
         weights=weights_fingerprint(subject.model),
     )

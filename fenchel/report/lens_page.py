@@ -183,14 +183,15 @@ def _agreement(record: Mapping[str, Any]) -> Section:
 def _method(record: Mapping[str, Any]) -> Section:
     about = (
         "A Jacobian lens is the derivative of the stream after the last layer in that after layer "
-        "l, summed over later positions, averaged over positions and texts, by exact reverse "
-        "products. Its error is the spread over texts divided by the root of their number. Laws "
-        "are read through the model's own last norm and LM head."
+        "l, summed over later positions (or at the position itself, with targets same), averaged "
+        "over positions and texts, by exact reverse products. Its error is the spread over texts "
+        "divided by the root of their number. Laws are read through the model's own last norm and "
+        "LM head."
     )
     fit = record["fit"]
     tables: dict[str, Mapping[str, Any]] = {"subject": record["subject"]}
     if fit is not None:
         spread = {f"layer {n}": format_number(x, 3) for n, x in fit["spread_positions"].items()}
-        stated = {name: fit[name] for name in ("about", "texts", "positions", "skip")}
+        stated = {name: fit[name] for name in ("about", "texts", "positions", "skip", "targets")}
         tables |= {"fit": stated, "spread over positions, of |J|": spread}
     return method_section("Method", about, tables)

@@ -55,7 +55,7 @@ def test_why_a_head_attends_where_it_does(
     out = tmp_path / "page.html"
     more = ["--no-blocks", "--why", "1.2:7:3"]
     assert main(words(run_directory, text_file, "--out", str(out), *more)) == 0
-    assert "why head 1.2 looks from" in " ".join(capsys.readouterr().out.split())
+    assert "why head 1.2 attends from" in " ".join(capsys.readouterr().out.split())
     assert "Why it attends there" in out.read_text()
     assert main(words(run_directory, text_file, "--json", *more)) == 0
     why = json.loads(capsys.readouterr().out)["why"]

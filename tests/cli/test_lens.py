@@ -68,6 +68,10 @@ def test_a_lens_is_saved_and_read_again(
     assert run(checkpoint, text_file, "--lens", str(kept), "--json") == 0
     again = json.loads(capsys.readouterr().out)
     assert again["lenses"] == first["lenses"]
+    assert run(checkpoint, text_file, "--targets", "same", "--json") == 0
+    same = json.loads(capsys.readouterr().out)
+    assert same["fit"]["targets"] == "same"
+    assert same["lenses"][2] != first["lenses"][2]
     assert run(checkpoint, text_file, "--kind", "logit", "--json") == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["lenses"] == first["lenses"][:1]

@@ -210,6 +210,13 @@ def test_the_lens_of_a_transformers_model(foreign: Foreign) -> None:
     assert float(fitted.kl[0, 1:].mean()) < float(found.kl[0, 1:].mean())
 
 
+def test_an_id_that_the_model_does_not_have_gets_a_sentence(foreign: Foreign) -> None:
+    with pytest.raises(ValueError, match="gives the id 300 and the model has 300"):
+        lens(foreign.opened, [3, VOCABULARY])
+    with pytest.raises(ValueError, match="60"):
+        lens(build(), [3, 60])
+
+
 @every_shape
 @torch.no_grad()
 def test_a_pass_without_edits_is_the_pass_of_the_model(shape: str) -> None:

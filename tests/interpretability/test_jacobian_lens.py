@@ -1,5 +1,6 @@
 """fenchel/interpretability/jacobian_lens.py: J is autograd's; a file serves its own model only."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fenchel.interpretability import JacobianLens, fit_lens
+from fenchel.interpretability import JacobianLens, fit_lens, hooked
+from fenchel.interpretability.jacobian_lens import TextJacobians
 from fenchel.model import Transformer
 from tests.interpretability.conftest import SHAPES, L, M, T, build, draw
 
@@ -77,6 +79,30 @@ def test_the_matrices_are_those_of_autograd(shape: str) -> None:
     torch.testing.assert_close(fitted.mean_out, torch.stack(last).mean(0), rtol=1e-9, atol=1e-9)
 
 
+def test_random_signs_keep_what_a_position_does_to_itself() -> None:
+    """Over all patterns of signs the mean is exact; a fit draws one pattern per text."""
+    model, ids, skip = build(), draw(1, 7), 2
+    patterns = product((-1.0, 1.0), repeat=len(ids) - 1 - skip)
+    found = [
+        TextJacobians(
+            hooked(model), ids, skip=skip, rows=M, signs_T=torch.tensor([1.0, 1.0, *signs, 1.0])
+        ).jacobians
+        for signs in patterns
+    ]
+    inside = range(skip, len(ids) - 1)
+    for layer in (1, 2):
+        J_tisj = block_jacobians(model, ids, layer)
+        wanted = torch.stack([J_tisj[t, :, t] for t in inside]).mean(0)
+        mean = torch.stack(found).mean(0)[layer - 1]
+        torch.testing.assert_close(mean, wanted, rtol=1e-9, atol=1e-9)
+    one, again = (fit_lens(model, [ids], skip=skip, targets="same") for _ in range(2))
+    assert torch.equal(one.jacobians[1], again.jacobians[1])
+    drawn = min(float((one.jacobians[1] - J[0]).abs().max()) for J in found)
+    assert drawn < 1e-9
+    with pytest.raises(ValueError, match="'later' or 'same'"):
+        fit_lens(model, [ids], skip=skip, targets="all")  # type: ignore[arg-type]
+
+
 @torch.no_grad()
 def test_the_two_read_outs() -> None:
     fitted, x = fit_lens(build(), [draw(1)], skip=2), torch.randn(4, M).double()
@@ -118,12 +144,14 @@ def test_a_text_without_a_position_gets_a_sentence() -> None:
 
 
 def test_a_file_holds_the_lens_of_its_model_in_any_dtype(tmp_path: Path) -> None:
-    made = fit_lens(build(dtype=torch.float32), [draw(1), draw(2)], skip=2, about="two texts")
+    made = fit_lens(
+        build(dtype=torch.float32), [draw(1), draw(2)], skip=2, targets="same", about="two texts"
+    )
     made.save(tmp_path / "l.safetensors")
     for dtype in (torch.float32, torch.bfloat16):
         found = JacobianLens.load(tmp_path / "l.safetensors", build(dtype=torch.float32).to(dtype))
         assert (found.texts, found.positions, found.skip) == (2, made.positions, 2)
-        assert (found.about, found.layers) == ("two texts", (1, 2))
+        assert (found.about, found.layers, found.targets) == ("two texts", (1, 2), "same")
         for n in (1, 2):
             assert torch.equal(found.jacobians[n], made.jacobians[n])
             assert torch.equal(found.mean_in[n], made.mean_in[n])

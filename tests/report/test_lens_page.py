@@ -37,6 +37,7 @@ def record(kinds: tuple[str, ...] = ("logit", "jacobian without offset", "jacobi
         "texts": 2,
         "positions": 20,
         "skip": 16,
+        "targets": "later",
         "error": {1: 0.08},
         "spread_positions": {1: 0.5},
         "spread_texts": {1: 0.11},
