@@ -11,6 +11,7 @@ from fenchel.attention.derivative import (
     self_attention,
     self_attention_vjp,
 )
+from fenchel.attention.differential import differential_attend
 from fenchel.attention.forget import Forget
 from fenchel.attention.linear import (
     LinearState,
@@ -93,6 +94,7 @@ __all__ = [
     "attend_with_tangent",
     "attention_weights",
     "backend_support",
+    "differential_attend",
     "entropy",
     "head_entropy",
     "head_patterns",

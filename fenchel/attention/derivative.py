@@ -222,7 +222,9 @@ def _kernels_serve(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool
     """Whether the kernels of tangent.py serve the call, with one reverse derivative left."""
     facts = describe(q, k, v, spec)
     prior = spec.prior
-    if facts.tangent or facts.transformed or BACKENDS["tangent"].why_not(facts) is not None:
+    if facts.tangent or facts.transformed or facts.beta_is_tensor:
+        return False
+    if BACKENDS["tangent"].why_not(facts) is not None:
         return False
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -199,7 +199,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(
         "differential attention", "DIFF transformer, V2",
-        code="attend(q, k, v) - 0.3 * attend(2 * q, k, v)", verdict="after",
+        code="differential_attend(q, k[:, :2], v[:, :2], 0.3)", verdict="after",
         note="the difference of two choices; its derivative is the difference of theirs",
     ),
     Variant(

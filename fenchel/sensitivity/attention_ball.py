@@ -125,7 +125,9 @@ class _Head(NamedTuple):
 
 
 def bounded(choice: Choice) -> bool:
-    """Whether this choice has finite bounds here."""
+    """Whether this choice has finite bounds here: none under a temperature per query."""
+    if isinstance(choice.beta, Tensor) and choice.beta.dim() > 1 and choice.beta.shape[-2] > 1:
+        return False
     falls = bool(torch.as_tensor(choice.spread_falls).any())
     return isinstance(choice, Entmax | Softmax | Sparsemax) and not falls
 

@@ -229,7 +229,8 @@ class AttentionJacobian(Operator):
         q, k, v = (
             x.view(*self.rows.lead, *x.shape[1:]) for x in (self.rows.q, self.rows.k, self.v)
         )
-        if BACKENDS["tangent"].why_not(describe(q, k, v, self.rows.spec)) is not None:
+        facts = describe(q, k, v, self.rows.spec)
+        if facts.beta_is_tensor or BACKENDS["tangent"].why_not(facts) is not None:
             return None
         return JacobianKernels(q, k, v, self.rows.spec)
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fenchel.attention import AttentionSpec, Causal, Dense, Prior, attend
+from fenchel.attention.spec import with_temperature
 from fenchel.choice import Softmax
 from fenchel.sensitivity.attention_ball import bounded
 from fenchel.sensitivity.layers import (
@@ -511,7 +512,9 @@ def _heads(x: Any) -> list[tuple[Expression, Tensor, Tensor | None]]:
     return ways  # type: ignore[return-value]
 
 
-def _self_attention(q: Any, k: Any, v: Any, spec: AttentionSpec) -> Traced:
+def _self_attention(
+    q: Any, k: Any, v: Any, spec: AttentionSpec, sink: Tensor | None = None
+) -> Traced:
     ways = [_heads(x) for x in (q, k, v)]
     for expression in (way[0] for way in ways[0]):
         parts = [next((w for w in way if w[0] is expression), None) for way in ways]
@@ -533,6 +536,7 @@ def _self_attention(q: Any, k: Any, v: Any, spec: AttentionSpec) -> Traced:
         prior=spec.prior,
         scale=spec.scale,
         biases=tuple(biases),
+        sink=None if sink is None else sink.to(W_Q.dtype).expand(H),
     )
     index = torch.arange(_N[-1] * H * E).reshape(_N[-1], H, E).transpose(0, 1)
     shape = (*q.shape[:-1], E)
@@ -568,15 +572,28 @@ def _attend(
     k: Any,
     v: Any,
     *,
+    sink: Any = None,
+    beta: Any = None,
     dropout: float = 0.0,
     backend: str = "auto",  # noqa: ARG001
     return_weights: bool = False,
-    **spec: Any,
+    **keywords: Any,
 ) -> Any:
     if dropout > 0.0:
         raise _refusal(f"drops a share of {dropout} at random; call f.eval() first")
-    out = _self_attention(q, k, v, AttentionSpec(**spec))
+    spec = AttentionSpec(**keywords)
+    if beta is not None:
+        spec = replace(spec, choice=with_temperature(spec.choice, _number_or(beta, "a beta")))
+    if sink is not None:
+        sink = torch.as_tensor(_number_or(sink, "a sink"), dtype=torch.float64)
+        if sink.dim() > 1:
+            raise _refusal("attends with a sink per query, for which no bound is known")
+    out = _self_attention(q, k, v, spec, sink)
     return (out, _unknown(out)) if return_weights else out
+
+
+def _number_or(x: Any, what: str) -> Any:
+    return _constant(x, what) if isinstance(x, Tensor) else x
 
 
 def _unknown(like: Tensor) -> Tensor:

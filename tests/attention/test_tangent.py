@@ -223,7 +223,6 @@ PLAIN = CallFacts(
         ({"return_weights": True}, "weights"),
         ({"dropout": 0.1}, "dropout"),
         ({"softcap": True}, "soft-cap"),
-        ({"beta_is_tensor": True}, "temperature"),
         ({"dtype": torch.float64}, "float16, bfloat16 and float32"),
         ({"E": 129}, "width up to 128"),
         ({"dtype": torch.float32, "D": 65}, "width up to 64"),

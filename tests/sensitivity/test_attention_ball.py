@@ -114,6 +114,8 @@ def test_heads_and_an_output_matrix_are_folded_in(draw: Draw) -> None:
 def test_which_choices_are_bounded() -> None:
     assert all(bounded(choice) for choice in CHOICES)
     assert not bounded(Entmax(2.5))
+    assert bounded(Softmax(torch.ones(4, 1, 1)))  # per head
+    assert not bounded(Softmax(torch.ones(6, 1)))  # per query
 
 
 @pytest.mark.parametrize("positions", [[4, 5, 6, 7], [0, 1, 5, 40]], ids=["even", "uneven"])

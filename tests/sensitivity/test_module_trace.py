@@ -46,6 +46,8 @@ class Block(nn.Module):
         q, k, v = (y.view(B, T, H, C // H).transpose(1, 2) for y in self.qkv(x).split(C, dim=2))
         if self.attention == "sdpa":
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.attention == "sink":
+            y = attend(q, k, v, prior=Causal(), sink=self.gain[:H], beta=0.7)
         else:
             y = attend(q, k, v, choice=Entmax(1.5), prior=Causal())
         self.seen = y  # as a module that keeps something to look at
@@ -155,6 +157,7 @@ KNOWN: dict[str, Callable[[], nn.Module]] = {
     "compiled": lambda: compiled(ResidualSequential(nn.Linear(M, M))),
     "block": Block,
     "block with attend": lambda: Block("attend"),
+    "block with a sink": lambda: Block("sink"),
     "two blocks": lambda: nn.Sequential(Block(), Block()),
     "in place": lambda: InPlace(view=False),
     "attention": lambda: nn.MultiheadAttention(M, H),
