@@ -180,9 +180,9 @@ def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | No
 
 def _packed_bits(settings: Mapping[str, Any], where: str) -> int | None:
     """Bits of a packed number; None where there are none, or several kinds."""
-    bits = {scheme.get("num_bits") for scheme in _schemes(settings, where)}
-    (only,) = bits if len(bits) == 1 else (None,)
-    return only if type(only) is int and only in (4, 8) else None
+    bits = [scheme.get("num_bits") for scheme in _schemes(settings, where)]
+    first = bits[0] if bits and all(one == bits[0] for one in bits) else None
+    return first if type(first) is int and first in (4, 8) else None
 
 
 def _schemes(settings: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:

@@ -100,7 +100,8 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
     if sections["train"].get("loss", "cross_entropy") != "cross_entropy":
         raise ValueError("tuning trains by cross-entropy; leave out train.loss.")
     adapted = "rank" in sections["tune"]
-    rule = sections["optim"].setdefault("optimiser", "adamw" if adapted else "trust")
+    default = "trust" if _has_pairs(model) and not adapted else "adamw"
+    rule = sections["optim"].setdefault("optimiser", default)
     rates = _ADAPTERS if adapted else _RULES.get(rule, {})
     sections["optim"] = {**_SCHEDULE, **rates, **sections["optim"]}
     if "steps" not in sections["train"] and "budget" not in sections["train"]:
@@ -109,6 +110,12 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
     sections["model"] = to_mapping(model) | sections["model"]
     sections["tune"]["checkpoint"] = str(checkpoint.resolve())
     return settings({**mapping, **sections})
+
+
+def _has_pairs(model: ModelConfig) -> bool:
+    """Whether "trust" can pair the queries and keys of every head (optim/score/pairs.py)."""
+    per_head = not model.qk_norm or model.qk_norm_width == "head"
+    return per_head and model.scores == "dot" and model.query_growth is None
 
 
 _SCHEDULE = {"schedule": "linear", "warmup": 0.1, "weight_decay": 0.0}

@@ -283,6 +283,13 @@ def test_what_cannot_be_is_refused_in_one_sentence(how: str, sound: Path, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("bits", [[4], {}, None, 3, True])
+def test_packed_numbers_of_an_unknown_size_are_refused(bits: Any, tmp_path: Path) -> None:
+    small, _ = directory(tmp_path, packed, compressed("pack-quantized", num_bits=bits))
+    with pytest.raises(ValueError, match="needs num_bits of 4 or 8"):
+        load_model(small)
+
+
 @pytest.mark.filterwarnings("ignore::fenchel.files.Notice")
 @pytest.mark.parametrize(
     ("part", "value", "says"),

@@ -127,6 +127,30 @@ def test_a_class_with_a_template_of_its_own_gives_it_to_a_file_without(tmp_path:
             assert [id for id in ours.library.encode(*texts).ids if id in marks] == expected
 
 
+@pytest.mark.parametrize(
+    ("model_type", "marks"),
+    [("distilbert", (4, 5)), ("roberta", (1, 2)), ("xlm-roberta", (1, 2)), ("mpnet", (1, 2))],
+)
+def test_relatives_of_bert_have_the_template_of_their_class(
+    model_type: str, marks: tuple[int, int], tmp_path: Path
+) -> None:
+    words = ["<unk>", "<s>", "</s>", "people", "[CLS]", "[SEP]", "[UNK]", "<pad>", "<mask>"]
+    ids = {word: id for id, word in enumerate(words)}
+    model: Any = models.WordPiece(ids, unk_token="[UNK]")
+    if model_type == "roberta":
+        model = models.BPE(ids, [], unk_token="<unk>")
+    if model_type == "xlm-roberta":
+        model = models.Unigram([(word, -1.0) for word in words], 0)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>", "[CLS]", "[SEP]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = read_tokenizer(tmp_path).encode_whole("people")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)("people")["input_ids"]
+    assert (ours[0], ours[-1]) == (theirs[0], theirs[-1]) == marks
+
+
 def test_a_run_begins_with_its_end_token(write: Write) -> None:
     path = write(tokenizer_with(), BOS)
     (path / "checkpoints").mkdir()  # which makes it a run

@@ -141,6 +141,10 @@ def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) ->
         ({"scores": "l2"}, "layer 1 scores by distance"),
         ({"qk_norm": True, "qk_norm_width": "all"}, "layer 1 normalises all heads together"),
         ({"choice": "hard"}, "layer 1 chooses by Hard"),
+        (
+            {"rotary_scaling": "yarn", "rotary_trained_context": 4, "query_growth": 0.5},
+            "layer 1 scales its queries by their position",
+        ),
     ],
 )
 def test_a_layer_without_a_bound_is_refused_in_a_sentence(
@@ -153,6 +157,13 @@ def test_a_layer_without_a_bound_is_refused_in_a_sentence(
     assert found.refused.startswith(sentence)
     assert found.upper is None
     assert found.ratio is None
+
+
+def test_queries_within_the_trained_context_are_certified() -> None:
+    grown = {"rotary_scaling": "yarn", "rotary_trained_context": 6, "query_growth": 0.5}
+    given = records(**grown)[0]  # as many tokens as that
+    found = certify_layer(given, 1, 0.1, "fro", Search(steps=2, restarts=0), torch.Generator())
+    assert found.refused is None
 
 
 def test_some_layers_are_certified_where_others_are_refused() -> None:
@@ -196,6 +207,16 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "post norm": {"norm_place": "post", "norm": "layer", "mlp": "relu"},
     "after, not rotated": {"norm_place": "after", "rotary_layers": (0,), "mlp": "swiglu"},
     "parallel": {"parallel": True, "mlp": "gelu", "residual_scale": 0.5},
+    "nanochat": {"norm_parameters": "none", "mlp": "relu2"},
+    "modernbert": {
+        "kind": "encoder",
+        "norm": "layer",
+        "norm_parameters": "gain",
+        "mlp": "geglu",
+        "first_norm": False,
+        "embedding_norm": True,
+        "windows": (3,),
+    },
 }
 
 
@@ -231,6 +252,7 @@ def test_the_models_own_block_never_exceeds_its_certificate(
     [
         ({"experts": 2, "experts_per_token": 1, "bias": False}, "layer 1 chooses among experts"),
         ({"softcap": 5.0}, "layer 1 caps its scores"),
+        ({"mlp": "swiglu_clamped"}, "layer 1 clamps its gated MLP"),
     ],
 )
 def test_a_block_without_a_bound_is_refused_in_a_sentence(

@@ -1,5 +1,6 @@
 """fenchel/pipeline/tuning.py and ``tune``: a checkpoint continued, its documents, its files."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,9 +24,11 @@ from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
 from fenchel.files import read_sealed_json
 from fenchel.generation import generate
+from fenchel.model import ModelConfig, Transformer
 from fenchel.model.lora import merge
+from fenchel.optim.score.pairs import attention_pairs
 from fenchel.pipeline.config import settings
-from fenchel.pipeline.tuning import document_batches, pack_documents
+from fenchel.pipeline.tuning import document_batches, pack_documents, tune_settings
 from fenchel.train import RunDir
 
 from .conftest import TEMPLATE, Remembering, write_checkpoint, write_tokenizer
@@ -64,6 +67,24 @@ def chat_run(checkpoint: Checkpoint, chats: Path, tmp_path_factory: pytest.TempP
     optim = {"optimiser": "adamw", "learning_rate": 0.02}
     tune(checkpoint("llama"), out, chats, train={"steps": 80, "batch": 4}, optim=optim)
     return out
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        ({}, "trust"),
+        ({"qk_norm": True}, "trust"),
+        ({"qk_norm": True, "qk_norm_width": "all"}, "adamw"),
+        ({"rotary_scaling": "yarn", "rotary_trained_context": 4, "query_growth": 0.1}, "adamw"),
+    ],
+)
+def test_the_default_rule_is_one_that_can_move_the_model(model: dict[str, Any], rule: str) -> None:
+    config = ModelConfig(vocabulary=16, **model)
+    assert tune_settings({}, Path("checkpoint"), config).optim.optimiser == rule
+    pairs = None
+    with contextlib.suppress(ValueError):
+        pairs = attention_pairs(Transformer(config))
+    assert (pairs is None) == (rule == "adamw")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -137,7 +137,7 @@ def _text_model(
     inner, known = config.get("text_config"), _TEXT_MODELS[model_type]
     named = inner.get("model_type") if isinstance(inner, Mapping) else None
     name = next(iter(known)) if named is None else named
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(
             f"{where}: the text model of this {model_type} is of {printable(repr(name))}, which is "
             f"not read; {', '.join(known)} would be."

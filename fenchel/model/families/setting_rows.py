@@ -42,11 +42,16 @@ def size(
 ) -> Setting:
     """An integer, required unless it has a default; written under the first of its names.
 
-    ``written`` names the property of ModelConfig to write where ``ours`` may be None.
+    A file that has several of the names should give them one value. ``written`` names the property
+    of ModelConfig to write where ``ours`` may be None.
     """
 
     def read(c: ConfigReader) -> Settings:
-        return {ours: c.integer(next((name for name in theirs if c.has(name)), theirs[0]), default)}
+        given = [name for name in theirs if c.has(name)]
+        value = c.integer(given[0] if given else theirs[0], default)
+        for other in given[1:]:
+            c.only(other, (value,))
+        return {ours: value}
 
     return Setting(read, lambda m: {theirs[0]: getattr(m, written or ours)})
 

@@ -176,7 +176,7 @@ def test_the_outer_settings_and_the_files_decide_whether_the_head_is_tied(
     [
         ([1], "text_config should be an object"),
         ({"model_type": "bert"}, "text model of this gemma3 is of 'bert', which is not read"),
-        ({"model_type": 7}, "is of 7, which is not read"),
+        ({"model_type": [7]}, r"is of '?\[7\]'?, which is not read"),
         ({"num_hidden_layers": 10**9}, "does not fit the"),
         ({}, "262208 for the vocabulary does not fit the files"),
     ],

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,24 @@ def test_a_gate_that_is_clamped_is_computed_as_in_transformers(written: Written)
     path = rewrite(written("gpt-oss"), enlarge)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     require_agreement(path, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "says"),
+    [
+        ("qwen3-moe", 5000, "too few for 5000 experts in 3 layers"),
+        ("qwen3-moe", 2**24, "too few for 16777216 experts in 3 layers"),
+        ("gpt-oss", 2**24, "16777216 for the experts does not fit the files"),
+    ],
+)
+def test_more_experts_than_the_files_hold_are_refused_at_once(
+    name: str, experts: int, says: str, written: Written
+) -> None:
+    path = resay(written(name), num_experts=experts, num_local_experts=experts)
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=says):
+        load_model(path)
+    assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
