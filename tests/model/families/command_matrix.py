@@ -15,10 +15,12 @@ from fenchel.generation import generate
 from fenchel.generation.plain_decoder import why_not_plain
 from fenchel.inspection.certificates import why_no_block, why_not
 from fenchel.inspection.our_model import record_pass, require_choice
+from fenchel.interpretability import ablate, lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import FAMILIES
 from fenchel.pipeline.tuning import tune_settings
 from fenchel.server.embeddings import Embedder
+from fenchel.steering import difference_of_means, divergence
 from tests.model.families.test_written_settings import SIZES, SMALLEST
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
@@ -57,12 +59,19 @@ def certified_blocks(model: Transformer) -> None:
 
 def steered(model: Transformer) -> None:
     require_decoder(model)
-    model.require_steerable()
+    direction = difference_of_means(model, [IDS[0].tolist()], [[1, 2]], layer=1)
+    divergence(model, direction, IDS[0].tolist())
 
 
 def fast(model: Transformer) -> None:
     if reason := why_not_plain(model):
         raise ValueError(reason)
+
+
+def looked_into(model: Transformer) -> None:
+    require_decoder(model)
+    lens(model, IDS[0].tolist(), kind="logit")
+    ablate(model, IDS[0].tolist(), to="zero")
 
 
 COLUMNS: dict[str, Callable[[Transformer], None]] = {
@@ -73,6 +82,7 @@ COLUMNS: dict[str, Callable[[Transformer], None]] = {
     "`inspect`": inspected,
     "`certify`": certified,
     "`certify --blocks`": certified_blocks,
+    "`lens`, `ablate`, `patch`": looked_into,
     "`steer`": steered,
     "fast steps": fast,
 }
