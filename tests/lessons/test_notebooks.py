@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import marimo as mo
 import pytest
 
 import fenchel
@@ -241,6 +242,7 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder without runs
     module = import_module(f"fenchel.lessons.notebooks.{lesson.name}")
+    mo.as_html(1)  # marimo registers its formatters at the first output outside a run
     with recorded_claims() as spoken:
         outputs, defined = module.app.run(defs={"run_path": None})
     names = dict(defined)
