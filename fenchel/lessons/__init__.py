@@ -2,6 +2,8 @@
 
     course       the list of lessons and the reader's progress
     widgets      what a lesson is made of
+    scene        a drawing with handles: scene.js and maps.js draw, scene.py hands the state to Python
+    scenes/      the drawings, one script each
     server       the pages of ``fenchel learn``
     figures      the figures of the course as files (extra ``plot``)
     notebooks/   the lessons, also scripts: ``python -m fenchel.lessons.notebooks.l07_softmax``

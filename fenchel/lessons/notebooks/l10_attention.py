@@ -799,7 +799,7 @@ def _():
 def _(rule, rules):
     _x = draw(1, 1, 6, 4, seed=7)
     _p = fenchel.attend(_x, _x, _x, prior=rules[rule.value], return_weights=True)[1][0, 0]
-    _u = rules[rule.value].log(6, 6)[0, 0].double().exp()
+    _u = rules[rule.value].log(6, 6)[0, 0].double().exp().expand(6, 6)
     mo.vstack(
         [
             heat_chart(
