@@ -9,6 +9,7 @@ A notebook puts these between its own text, controls and charts:
     Exercise                            a task in code that the page marks
     run_picker(), no_run()              the model of the lessons, or a run directory of the reader's
     line_chart, bar_chart, heat_chart   a chart above the table of its numbers
+    scene.Scene                         a drawing whose handles are dragged (scene.py)
     details(*claims)                    checks that a first reading can pass over, folded
     what_breaks(text)                   where the statement ends
     footer(name)                        the way on

@@ -411,20 +411,25 @@ def differs(browser: Browser, before: str) -> bool:
     return words(browser) != before
 
 
-def check_scenes(browser: Browser) -> None:
-    """The state of a scene arrives in Python, and the claims follow; the frame is not scrolled."""
+def check_scenes(browser: Browser) -> str:
+    """The text of the page after its scenes were moved.
+
+    The state of each arrives in Python, and the claims follow; the frame is not scrolled.
+    """
+    before = settled(browser)
     for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
-        before = words(browser)
         browser.driver.switch_to.frame(frame)
         handle = browser.find(".words button, .grip")
-        handle.send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_RIGHT)
+        handle.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
         high = "return document.documentElement.scrollHeight - window.innerHeight"
         assert browser.run(high) <= 0, "the frame is as high as the scene"
         shared = browser.driver.title != "relay"  # which shows all that there is in the page itself
         browser.driver.switch_to.default_content()
         if shared:
             browser.until(partial(differs, browser, before), seconds=30)
-        assert "AssertionError" not in words(browser)
+        before = settled(browser)
+        assert "AssertionError" not in before
+    return before
 
 
 @needs_browser
@@ -444,13 +449,13 @@ def test_the_page_of_the_model_is_the_first_link(browser: Browser, server: Proce
 @pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
 def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: Lesson) -> None:
     browser.open(f"{server.address}/lessons/{lesson.name}/", width=PHONE, scheme="dark")
-    before = settled(browser)
+    before = check_scenes(browser)
     assert "AssertionError" not in before
+    browser.until(lambda: browser.find_deep("[role=slider], select"), seconds=60)
     control = (browser.find_deep("[role=slider]") or browser.find_deep("select"))[0]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", control)
     control.send_keys(Keys.ARROW_RIGHT)
     WebDriverWait(browser.driver, 60).until(lambda _: words(browser) != before)
-    check_scenes(browser)
     wide = "return document.documentElement.scrollWidth - window.innerWidth"
     assert browser.run(wide) <= 0, "the page is wider than a phone"
     assert max(background(browser)) < 80, "the page is as dark as was asked"

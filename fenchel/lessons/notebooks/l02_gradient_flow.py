@@ -220,7 +220,7 @@ def _(strings):
             mo.md(f"**Rate {alpha:g}: {regime}.**"),
             claim(
                 "OP-04",
-                f"Each step multiplies $x$ by $1 - 2\\eta = {_factor:.4g}$; after 12 steps $x = {parabola[-1]:.4g}$. "
+                f"Each step multiplies the place by $1 - 2\\eta$, here by {_factor:.4g}; 12 steps lead from {parabola[0]:g} to {parabola[-1]:.4g}. "
                 "It shrinks exactly if $0 < \\eta < 1$, and changes sides exactly if $\\eta > 0.5$.",
                 all(math.isclose(b, _factor * a, abs_tol=1e-12) for a, b in pairwise(parabola))
                 and (abs(parabola[-1]) < parabola[0] * (1 - 1e-9)) == (alpha < 1)
@@ -495,6 +495,7 @@ def _(beta, bump_slope, ravine_slope):
                 "distance",
                 "momentum",
                 title=f"Ravine: distance {_ravine[beta.value][-1].norm():.2g} after 250 steps",
+                y_range=(1e-8, 20),
                 log_y=True,
             ),
         ]

@@ -331,6 +331,7 @@ def _(activation, hidden):
                 "y",
                 "line",
                 title=f"After 1,000 steps by hand the loss is {fit_losses[-1]:.4f}",
+                y_range=(-1.3, 1.3),
             ),
             claim(
                 "BP-10",

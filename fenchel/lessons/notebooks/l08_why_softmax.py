@@ -528,6 +528,7 @@ def _(draws, rare, sums, u):
                 "probability",
                 "machine",
                 title=f"Mean score of {m} draws",
+                y_range=(0, 0.5),
                 points=m < 10,
                 x_range=(0, 3),
             ),

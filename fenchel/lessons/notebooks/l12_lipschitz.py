@@ -98,7 +98,7 @@ def _(journey, train):
     seen = cone(torch.sin, train.state["tip"], train.state["L"], x=journey)
     claim(
         "LP-01",
-        f"With the tip at {train.state['tip']:.2f} and the limit $L = {train.state['L']:.2f}$, {seen.violations} of "
+        f"With the tip at {train.state['tip']:.2f} and the limit {train.state['L']:.2f}, {seen.violations} of "
         "600 points lie outside the cone; from $L = 1$ on none does, wherever the tip is.",
         (seen.violations == 0 or seen.L < 1)
         and seen.violations == int((seen.change > seen.L * seen.distance + 1e-12).sum()),
@@ -514,6 +514,7 @@ def _(W_K, W_Q, W_V, mask, n):
                 "sensitivity",
                 "scores",
                 title="Sensitivity against the length of tokens, both axes logarithmic",
+                y_range=(0.5, 1e7),
                 log_x=True,
                 log_y=True,
             ),

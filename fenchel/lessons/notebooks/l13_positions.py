@@ -141,6 +141,7 @@ def _(kind, order):
         "word",
         "change of its output",
         title=f"dog bites man in a new order, positions: {kind.value}",
+        y_range=(0, 2),
     )
     return
 
@@ -961,6 +962,7 @@ def _(found, scaled, ways):
         "loss (nats)",
         "tokens",
         title=f"Rotary positions, frequencies lowered by s = {ways.value}, no further training",
+        y_range=(0, 4.5),
     )
     return
 

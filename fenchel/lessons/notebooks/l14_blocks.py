@@ -130,6 +130,7 @@ def _(gain):
         "norm of the gradient",
         "stack",
         title=f"Gradients of 50 layers, gain {gain.value:g}",
+        y_range=(1e-16, 1e3),
         log_y=True,
     )
     return
@@ -349,6 +350,7 @@ def _(shift, stretch):
         "value",
         "vector",
         title="A vector of five entries, before and after",
+        y_range=(-10, 20),
     )
     return
 

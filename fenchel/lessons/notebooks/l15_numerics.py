@@ -158,6 +158,7 @@ def _(dtypes, form_of, height):
                 "log-sum-exp",
                 "rule",
                 title=f"Log-sum-exp in {form_of.value}: one line ends",
+                y_range=(0, 125),
             ),
             table(
                 [

@@ -396,6 +396,7 @@ def _(cut_bpe, pieces_allowed, toy_counts, toy_parts, train_bpe, train_unigram, 
                 "value",
                 "tokenizer",
                 title=f"Two tokenizers with {pieces_allowed.value} pieces; borders: 1 if all cuts fall between the true parts",
+                y_range=(0, 4.5),
             ),
         ]
     )
@@ -1020,6 +1021,7 @@ def _(amount, logits, middle, smooth_logits, smooth_truths, truths):
                 "loss in nats",
                 "target",
                 title=f"The smoothed loss has its minimum {best.minimum:.4f} at the gap {best.gap:.3f}",
+                y_range=(0, 3),
                 here=[{"logit gap": best.gap, "loss in nats": best.minimum}],
             ),
             claim(
