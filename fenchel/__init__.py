@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fenchel.choice import kkt as kkt
     from fenchel.generation import generate as generate
     from fenchel.hf import attach as attach
+    from fenchel.inspection import certify_decision as certify_decision
     from fenchel.inspection import inspect as inspect
     from fenchel.model import ModelConfig as ModelConfig
     from fenchel.model import Transformer as Transformer
@@ -98,6 +99,7 @@ _PACKAGE_OF = {
     "kkt": "choice",
     "generate": "generation",
     "attach": "hf",
+    "certify_decision": "inspection",
     "inspect": "inspection",
     "ModelConfig": "model",
     "Transformer": "model",

@@ -173,10 +173,10 @@ def tokenize_text(
     ids = ids[:limit]
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
-    return TokenizedText(text.name, tuple(ids), tuple(_token_text(model.tokenizer, i) for i in ids))
+    return TokenizedText(text.name, tuple(ids), tuple(token_text(model.tokenizer, i) for i in ids))
 
 
-def _token_text(tokenizer: TextTokenizer, token: int) -> str:
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
     """The text of one token; a control token by its name, half a character by its bytes."""
     text = tokenizer.decode([token])
     if text and "\ufffd" not in text:

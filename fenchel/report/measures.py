@@ -1,9 +1,9 @@
 """The measures of an inspection: one table for the page and for the terminal.
 
 A ``Measure`` is one number of a head, a block or a certificate: its heading, where it stands in the
-results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``
-and ``CERTIFICATE`` are the columns of the tables, and those of ``HEAD`` with an explanation are
-also drawn as heat maps. The terminal shows some of them under shorter headings.
+results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``,
+``CERTIFICATE`` and ``DECISION`` are the columns of the tables, and those of ``HEAD`` with an
+explanation are also drawn as heat maps. The terminal shows some of them under shorter headings.
 """
 
 import math
@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fenchel.inspection_result import BlockResult, Head, HeadCertificate, Interval, LayerCertificate
+from fenchel.inspection_result import (
+    BlockResult,
+    DecisionRow,
+    Head,
+    HeadCertificate,
+    Interval,
+    LayerCertificate,
+)
 from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
 
 Item = TypeVar("Item")
@@ -217,6 +224,17 @@ HEAD_CERTIFICATE: tuple[Measure[tuple[int, HeadCertificate]], ...] = (
     ),
 )
 """Of (layer, head)."""
+
+DECISION: tuple[Measure[DecisionRow], ...] = (
+    Measure("position", lambda d: str(d.position)),
+    Measure("after", lambda d: shorten(clean(d.token), 20)),
+    Measure("next token", lambda d: ", ".join(shorten(clean(token), 20) for token in d.kept)),
+    Measure("rival", lambda d: shorten(clean(d.rival), 20)),
+    Measure("margin", lambda d: d.margin, digits=".3g"),
+    Measure("certified", lambda d: d.certified, bound="lower"),
+    Measure("attacked", lambda d: d.attacked, bound="upper"),
+    Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
+)
 
 
 def head_measure(name: str) -> Measure[Head]:

@@ -171,7 +171,7 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
         radii = certified_radii(bound, norm, positions)
         attacked = {}
         for t in positions:
-            cut = _prefix(net, t + 1)
+            cut = net.prefix(t + 1)
             change = nearest_change(cut, X[: t + 1], bound.rivals[t].kept, norm)
             assert change is not None
             rows = change.norm(dim=-1)
@@ -188,17 +188,6 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
             broken = certified_radii(bound, norm, positions)
             unsound += sum(broken[t].certified > attacked[t] for t in positions)
     assert unsound > 0
-
-
-def _prefix(net: DecisionNetwork, n: int) -> DecisionNetwork:
-    stages = []
-    for stage in net.stages:
-        assert isinstance(stage.branch, Chain)
-        norm, branch = stage.branch.layers
-        if isinstance(branch, SelfAttention) and branch.rotations is not None:
-            branch = replace(branch, rotations=branch.rotations[:n])
-        stages.append(replace(stage, branch=Chain((norm, branch))))
-    return replace(net, stages=tuple(stages))
 
 
 def _single(part: str) -> tuple[DecisionNetwork, Tensor]:
@@ -273,7 +262,7 @@ def _aimed(net: DecisionNetwork, X: Tensor, J: list[Tensor], r: float) -> Iterat
 def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
     net, X = network("llama", 5)
     whole = certified_radii(DecisionBound(net, X), "all", [1])[1]
-    alone = certified_radii(DecisionBound(_prefix(net, 2), X[:2]), "all", [1])[1]
+    alone = certified_radii(DecisionBound(net.prefix(2), X[:2]), "all", [1])[1]
     assert alone.certified == pytest.approx(whole.certified, rel=1e-9)
 
 
