@@ -614,7 +614,7 @@ class DecisionBound:
             half = w.sqrt()[:, :, None]
             inner = gram * half[..., :, None] * half[..., None, :]
             trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-            lin = r * (largest(inner) * _GROW + 1e-12 * trace).sqrt().sum(-1)
+            lin = r * (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
             return lin + (w * e * e).sum(-1).sqrt() + shift * w.sum(-1).sqrt()
 
         w = most * (c + drift)

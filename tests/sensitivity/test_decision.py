@@ -211,19 +211,19 @@ def _single(part: str) -> tuple[DecisionNetwork, Tensor]:
         X = torch.ones(1, 6, dtype=torch.float64)
         X[:, 0] = 0.0
         return replace(net, stages=(Residual(Chain((plain, inner))),)), X
-    if part == "scores":  # no linear move of the scores
-        moved = replace(layer, biases=(None, None, None))
+    moved = replace(layer, W_Q=6.0 * layer.W_Q, W_K=6.0 * layer.W_K)
+    if part in ("scores", "values"):  # tokens in a plane that scores, or values, do not read
         X = torch.zeros_like(X)
         X[:, 0] = 2.0
         X[:, 1] = torch.arange(3.0)
-        W_Q, W_K = (W.index_fill(1, torch.tensor([0, 1]), 0.0) for W in (layer.W_Q, layer.W_K))
-        moved = replace(moved, W_Q=9.0 * W_Q, W_K=9.0 * W_K)
-    else:
-        moved = replace(layer, W_Q=6.0 * layer.W_Q, W_K=6.0 * layer.W_K)
+        plane = torch.tensor([0, 1])
+        names = ("W_Q", "W_K") if part == "scores" else ("W_V",)
+        blind = {name: 2.0 * getattr(moved, name).index_fill(1, plane, 0.0) for name in names}
+        moved = replace(moved, **blind)
     return replace(net, stages=(Residual(Chain((plain, moved))),)), X
 
 
-@pytest.mark.parametrize("part", ["norm", "mlp", "scores", "softmax"])
+@pytest.mark.parametrize("part", ["norm", "mlp", "scores", "softmax", "values"])
 def test_a_dropped_remainder_is_seen(part: str) -> None:
     """err is within eta, and beyond what is left of eta without this part."""
     net, X = _single(part)
