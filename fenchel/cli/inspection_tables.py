@@ -66,8 +66,8 @@ _MOVES = {
 }
 _DECISION_LEGEND = (
     "how far the embeddings may move before the next token changes: no change within certified "
-    "does it, one of length attacked does; margin in logits over the runner-up, rival: the nearest "
-    "token by margin over gradient; an embedding has a length of about {:.3g}"
+    "does it, one of length attacked does; margin in logits over the runner-up; an embedding has "
+    "a length of about {:.3g}"
 )
 
 _OVER_HEADS: tuple[tuple[str, Callable[[Iterable[float]], float]], ...] = (
@@ -197,7 +197,8 @@ def decision_table(result: DecisionCertification) -> Table:
     keep = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
     title = f"decisions about {keep}; moved: {_MOVES[result.norm]}"
     title += "" if result.complete else " (ended by --budget)"
-    return _measured(DECISION, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
+    shown = [one for one in DECISION if one.name != "rival"]
+    return _measured(shown, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
 
 
 def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:

@@ -194,7 +194,7 @@ def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
         texts = [format_bound(row.certified, up=False)]
         found = row.ratio is not None
         texts.append(format_bound(row.attacked, up=True) if found else "none found")
-        name = f"{row.position} {shorten(clean(row.token), 12)}"
+        name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
         numbers = {"centre": centre, "lower": lower, "upper": upper}
         rows.append({"name": name, **numbers, "texts": texts})
     return {"view": "intervals", "rows": rows}

@@ -225,12 +225,18 @@ HEAD_CERTIFICATE: tuple[Measure[tuple[int, HeadCertificate]], ...] = (
 )
 """Of (layer, head)."""
 
+
+def _quoted(*tokens: str) -> str:
+    """Tokens with their spaces and line ends visible."""
+    return ", ".join(shorten(clean(repr(token)), 14) for token in tokens)
+
+
 DECISION: tuple[Measure[DecisionRow], ...] = (
-    Measure("position", lambda d: str(d.position)),
-    Measure("after", lambda d: shorten(clean(d.token), 20)),
-    Measure("next token", lambda d: ", ".join(shorten(clean(token), 20) for token in d.kept)),
-    Measure("rival", lambda d: shorten(clean(d.rival), 20)),
-    Measure("margin", lambda d: d.margin, digits=".3g"),
+    Measure("position", lambda d: str(d.position), short="at"),
+    Measure("after", lambda d: _quoted(d.token)),
+    Measure("next token", lambda d: _quoted(*d.kept)),
+    Measure("rival", lambda d: _quoted(d.rival)),
+    Measure("margin", lambda d: d.margin, digits=".2f"),
     Measure("certified", lambda d: d.certified, bound="lower"),
     Measure("attacked", lambda d: d.attacked, bound="upper"),
     Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
