@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fenchel.choice import kkt as kkt
     from fenchel.generation import generate as generate
     from fenchel.hf import attach as attach
+    from fenchel.inspection import certify_decision as certify_decision
     from fenchel.inspection import inspect as inspect
     from fenchel.interpretability import ablate as ablate
     from fenchel.interpretability import lens as lens
@@ -102,6 +103,7 @@ _PACKAGE_OF = {
     "kkt": "choice",
     "generate": "generation",
     "attach": "hf",
+    "certify_decision": "inspection",
     "inspect": "inspection",
     "ablate": "interpretability",
     "lens": "interpretability",

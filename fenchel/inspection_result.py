@@ -240,6 +240,62 @@ class Certification:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecisionRow:
+    """The distance from the text to another next token at one position, from both sides."""
+
+    position: int
+    token: str
+    """The last token read."""
+    kept: list[str]
+    """The tokens with the largest logits, which must stay so."""
+    rival: str
+    """The nearest other token, by margin over gradient."""
+    margin: float
+    """In logits, over the runner-up."""
+    certified: float
+    """No change of the embeddings within it changes the decision."""
+    attacked: float
+    """The length of a change that does; infinite where none was found."""
+    first_order: float
+    """Margin over gradient: no bound."""
+    moved: list[float]
+    """Share of each token in the squared length of that change."""
+    parts: dict[str, float]
+    """What the margin lost at the certified radius."""
+
+    @property
+    def ratio(self) -> float | None:
+        """certified / attacked."""
+        return self.certified / self.attacked if 0.0 < self.attacked < math.inf else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionCertification:
+    """Certified decisions of a model on a text."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
+    norm: str
+    """"all": all tokens together move, "token": each of them, "one": the last of each prefix."""
+    keep: int
+    """How many of the largest logits must stay so."""
+    token_norm: float
+    """Mean length of an embedding."""
+    complete: bool
+    """False where the time given ended the search."""
+    rows: list[DecisionRow]
+    seconds: dict[str, float]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, with the ratios: None for what is not finite."""
+        plain = dict(_plain(self, ()))
+        for row, of in zip(plain["rows"], self.rows, strict=True):
+            row["ratio"] = of.ratio
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """The algorithm and the settings behind every bracket."""
 

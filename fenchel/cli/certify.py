@@ -1,8 +1,8 @@
-"""fenchel certify: how sensitive attention can be anywhere in a ball around a text."""
+"""fenchel certify: how sensitive attention can be in a ball around a text, and what it decides."""
 
 import json as json_format
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fenchel.cli.console import (
     CheckpointPath,
@@ -11,11 +11,12 @@ from fenchel.cli.console import (
     Json,
     Switch,
     Whole,
+    Words,
     device_and_dtype,
     require_inputs,
     text_path,
 )
-from fenchel.cli.inspect import NormName, numbers, show
+from fenchel.cli.inspect import numbers, show
 from fenchel.files import require_page
 
 PAGE = Path("certificates.html")
@@ -26,10 +27,13 @@ def run(
     /,
     *,
     text: str,
-    radius: float,
-    norm: NormName = "fro",
+    radius: float | None = None,
+    norm: Literal["fro", "token", "all", "one"] | None = None,
+    decision: Switch = False,
+    keep: Whole = 1,
+    budget: Words | None = None,
     out: Path | None = None,
-    max_tokens: Whole = 64,
+    max_tokens: Whole | None = None,
     layers: str | None = None,
     heads: Switch = False,
     blocks: Switch = False,
@@ -46,7 +50,8 @@ def run(
     For every attention layer, or every block with --blocks, the spectral norm of its Jacobian at
     the text itself, the largest norm found in the ball with the point that attains it, and a bound
     that no point of the ball exceeds. The ball is around the input of attention, after its norm
-    layer.
+    layer. With --decision, for every position, how far the embeddings may move before the next
+    token changes: a radius within which none does, and one at which an attack succeeds.
 
     Parameters
     ----------
@@ -57,11 +62,19 @@ def run(
     radius
         The radius of the ball. An input token has a length of about sqrt(width).
     norm
-        "fro": all tokens together move by at most the radius; "token": each of them.
+        "fro", or "all" with --decision: all tokens together move by at most the radius; "token":
+        each of them; "one", with --decision: the last token of each prefix alone.
+    decision
+        Certify the next token at every position, instead of layers.
+    keep
+        With --decision: this many of the likeliest tokens must stay so.
+    budget
+        With --decision: a time such as 90s or 3m; what is known by then is shown.
     out
         The page; certificates.html when left out, and none with --json.
     max_tokens
-        Read this many tokens; time grows with their square.
+        Read this many tokens, 64, or 16 with --decision, when left out; time grows with their
+        square, or faster.
     layers
         Only these layers, counted from 1: 3 or 1-4,12.
     heads
@@ -81,39 +94,102 @@ def run(
     """
     chosen = numbers(layers, "--layers")
     target = out if json else out or PAGE
+    _require_flags(
+        decision,
+        radius,
+        norm,
+        of_decision={"--keep": keep != 1, "--budget": budget is not None},
+        of_layers={
+            "--radius": radius is not None,
+            "--layers": layers is not None,
+            "--heads": heads,
+            "--blocks": blocks,
+            "--steps": steps != 20,
+            "--restarts": restarts != 1,
+            "--failure": failure != 1e-9,
+            "--dtype": dtype != "float64",
+            "--device": device is not None,
+        },
+    )
     if target is not None:
         require_page(target, reads=[directory, text_path(text)])
 
     require_inputs(directory, text)
+    certification: Any
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
-        from fenchel.inspection import Search, certify_model, open_model
-
-        on, kind = device_and_dtype(device, dtype)
-        assert kind is not None
-        certification = certify_model(
-            open_model(directory),
-            text,
-            radius,
-            norm=norm,
-            max_tokens=max_tokens,
-            layers=chosen,
-            search=Search(steps, restarts, failure, heads, kind, blocks),
-            device=str(on),
-            seed=seed,
-            progress=console.progress,
+        from fenchel.inspection import (
+            Search,
+            certify_model,
+            certify_text_decisions,
+            open_model,
         )
+
+        if decision:
+            from fenchel.train.config import seconds
+
+            certification = certify_text_decisions(
+                open_model(directory),
+                text,
+                norm=norm or "all",
+                keep=keep,
+                max_tokens=max_tokens or 16,
+                budget=None if budget is None else seconds(budget),
+                progress=console.progress,
+            )
+        else:
+            on, kind = device_and_dtype(device, dtype)
+            assert kind is not None
+            assert radius is not None
+            certification = certify_model(
+                open_model(directory),
+                text,
+                radius,
+                norm=norm or "fro",
+                max_tokens=max_tokens or 64,
+                layers=chosen,
+                search=Search(steps, restarts, failure, heads, kind, blocks),
+                device=str(on),
+                seed=seed,
+                progress=console.progress,
+            )
     if target is not None:
         from fenchel.files import write_atomic
-        from fenchel.report.certificates import render
+        from fenchel.report.certificates import render, render_decisions
 
-        write_atomic(target, render(certification))
+        write_atomic(target, (render_decisions if decision else render)(certification))
     if json:
         print(json_format.dumps(certification.plain()))
         return 0
-    from fenchel.cli.inspection_tables import certificate_tables
+    from fenchel.cli.inspection_tables import certificate_tables, decision_table
 
-    certified = certificate_tables(certification.certificates, certification.tokens)
-    show(certified, [certification.subject["begin"]], target)
+    tables = (
+        [decision_table(certification)]
+        if decision
+        else certificate_tables(certification.certificates, certification.tokens)
+    )
+    show(tables, [certification.subject["begin"]], target)
     return 0
+
+
+def _require_flags(
+    decision: bool,
+    radius: float | None,
+    norm: str | None,
+    *,
+    of_decision: dict[str, bool],
+    of_layers: dict[str, bool],
+) -> None:
+    """Refuse a flag that the chosen kind of certificate does not read."""
+    if not decision and radius is None:
+        raise ValueError("give --radius R to certify layers, or --decision for the next token.")
+    other = of_layers if decision else of_decision
+    if given := next((name for name, is_given in other.items() if is_given), None):
+        raise ValueError(f"{given} is read {'without' if decision else 'with'} --decision only.")
+    names = ("all", "token", "one") if decision else ("fro", "token")
+    if norm is not None and norm not in names:
+        raise ValueError(
+            f"--norm is {', '.join(names)} {'with' if decision else 'without'} --decision, "
+            f"got {norm}."
+        )

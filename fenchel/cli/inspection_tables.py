@@ -16,6 +16,7 @@ from fenchel.files import printable
 from fenchel.inspection_result import (
     BlockResult,
     Certificates,
+    DecisionCertification,
     Head,
     Inspection,
     Network,
@@ -24,6 +25,7 @@ from fenchel.inspection_result import (
 from fenchel.report.measures import (
     BLOCK,
     CERTIFICATE,
+    DECISION,
     HEAD,
     HEAD_CERTIFICATE,
     LARGEST_GAIN,
@@ -60,6 +62,17 @@ _CERTIFICATE_LEGEND = (
     "spectral norm of the Jacobian of {}: at the text itself, attained in the ball (lower), "
     "exceeded nowhere in it (upper); token length: mean length of an input token; witness: tokens "
     "by their share of the way to it"
+)
+
+_MOVES = {
+    "all": "all tokens together",
+    "token": "each token",
+    "one": "the last token read, alone",
+}
+_DECISION_LEGEND = (
+    "how far the embeddings may move before the next token changes: no change within certified "
+    "does it, one of length attacked does; margin in logits over the runner-up; an embedding has "
+    "a length of about {:.3g}"
 )
 
 _OVER_HEADS: tuple[tuple[str, Callable[[Iterable[float]], float]], ...] = (
@@ -196,6 +209,15 @@ def certificate_tables(certificates: Certificates, tokens: Sequence[str]) -> Ite
         ranked = sorted(heads, key=lambda pair: -(pair[1].upper or math.inf))[:_HEADS]
         title = f"the {len(ranked)} heads with the largest upper ends, of {len(heads)}"
         yield _measured(HEAD_CERTIFICATE, ranked, title)
+
+
+def decision_table(result: DecisionCertification) -> Table:
+    """Certified and attacked radii, position by position."""
+    keep = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
+    title = f"decisions about {keep}; moved: {_MOVES[result.norm]}"
+    title += "" if result.complete else " (ended by --budget)"
+    shown = [one for one in DECISION if one.name != "rival"]
+    return _measured(shown, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
 
 
 def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:

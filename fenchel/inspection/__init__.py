@@ -1,20 +1,26 @@
 """What a checkpoint's attention does on a text, measured."""
 
 from fenchel.inspection.certificates import Search
+from fenchel.inspection.decisions import Decision, certify_decision, certify_text_decisions
 from fenchel.inspection.loader import open_model
 from fenchel.inspection.run import certify_model, inspect
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import (
     Certification,
+    DecisionCertification,
     Inspection,
 )
 
 __all__ = [
     "Certification",
+    "Decision",
+    "DecisionCertification",
     "InspectedModel",
     "Inspection",
     "Search",
+    "certify_decision",
     "certify_model",
+    "certify_text_decisions",
     "inspect",
     "open_model",
 ]

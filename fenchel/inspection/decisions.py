@@ -1,5 +1,4 @@
-"""Certified decisions of a model on a text: how far its token embeddings may move before a choice
-of the next token changes.
+"""Certified decisions: how far token embeddings may move before the next token changes.
 
     certified <= the smallest change that changes the decision <= attacked
 
@@ -14,14 +13,17 @@ from it by its own rounding, which is not covered.
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fenchel.inspection.certificates import block_layer, norm_layer, why_no_block
-from fenchel.inspection.our_model import record_pass
+from fenchel.data import ProgressCallback
+from fenchel.inspection.certificates import block_layer, layer_count, norm_layer, why_no_block
+from fenchel.inspection.our_model import OurModel, record_pass
+from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
+from fenchel.inspection_result import DecisionCertification, DecisionRow
 from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, certified_radii
 from fenchel.sensitivity.decision_attack import nearest_change
@@ -30,7 +32,6 @@ from fenchel.sensitivity.layers import (
     LinearLayer,
     NormLayer,
     Residual,
-    SelfAttention,
     with_dtype,
 )
 
@@ -48,7 +49,7 @@ class PositionDecision:
     rival: int
     """The nearest other token, by margin over gradient."""
     margin: float
-    """Its logit below the least kept one."""
+    """The least margin of a kept token over another, in logits, rounded down."""
     certified: float
     attacked: float
     """inf where no change was found."""
@@ -94,7 +95,7 @@ class Decision:
         if one.witness is None:
             raise ValueError(f"no change was found at position {one.position}.")
         X = self.embeddings[: one.position + 1] + one.witness
-        logits = self.network(X)[-1]
+        logits = self.network.prefix(len(X))(X)[-1]
         return logits.topk(self.keep).indices.tolist(), length(one.witness, self.norm)
 
 
@@ -114,7 +115,7 @@ def certify_decision(
     budget: float | None = None,
     positions: Sequence[int] | None = None,
     rivals: int = 8,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Decision:
     """How far the embeddings of ids (T,) may move before a decision changes, from both sides.
 
@@ -142,7 +143,7 @@ def certify_decision(
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < len(ids):
         raise ValueError(f"positions are 0 to {len(ids) - 1}, got {positions}.")
     X = X[: chosen[-1] + 1]
-    network = _for_length(network, len(X))
+    network = network.prefix(len(X))
     say = progress or (lambda *_: None)
     say("certificates", 0, len(chosen))
     bound = DecisionBound(network, X, keep=keep)
@@ -155,7 +156,7 @@ def certify_decision(
         say("attacks", done, len(chosen))
         radius, at = radii[t], bound.rivals[t]
         change = nearest_change(
-            _for_length(network, t + 1), X[: t + 1], at.kept, norm, rivals=rivals, deadline=deadline
+            network.prefix(t + 1), X[: t + 1], at.kept, norm, rivals=rivals, deadline=deadline
         )
         attacked = math.inf if change is None else length(change, norm) * (1.0 + 1e-12)
         gaps = at.margins.amin(0)
@@ -175,6 +176,56 @@ def certify_decision(
     spent = time.monotonic() - begin
     complete = time.monotonic() < deadline
     return Decision(norm, keep, results, network, X, spent, complete)
+
+
+def certify_text_decisions(
+    model: InspectedModel,
+    source: str,
+    *,
+    norm: str = "all",
+    keep: int = 1,
+    max_tokens: int = 16,
+    budget: float | None = None,
+    progress: ProgressCallback | None = None,
+) -> DecisionCertification:
+    """``certify_decision`` on the first tokens of ``source``, as plain values.
+
+    ``progress`` is called with what is done, of how much.
+    """
+    layer_count(model)  # refuses models of transformers
+    assert isinstance(model, OurModel)
+    text = tokenize_text(model, source, max_tokens)
+    ids = torch.tensor(text.ids)
+    found = certify_decision(
+        model.model, ids, norm=norm, keep=keep, budget=budget, progress=progress
+    )
+
+    def row(one: PositionDecision) -> DecisionRow:
+        moved = torch.zeros(0) if one.witness is None else one.witness.square().sum(-1)
+        return DecisionRow(
+            position=one.position,
+            token=text.tokens[one.position],
+            kept=[token_text(model.tokenizer, token) for token in one.kept],
+            rival=token_text(model.tokenizer, one.rival),
+            margin=one.margin,
+            certified=one.certified,
+            attacked=one.attacked,
+            first_order=one.first_order,
+            moved=[float(f"{share:.4g}") for share in (moved / moved.sum()).tolist()],
+            parts=one.parts,
+        )
+
+    return DecisionCertification(
+        subject=model.facts(),
+        text=text.name,
+        tokens=list(text.tokens),
+        norm=norm,
+        keep=keep,
+        token_norm=float(found.embeddings.norm(dim=-1).mean()),
+        complete=found.complete,
+        rows=[row(one) for one in found.positions],
+        seconds={"decisions": found.seconds},
+    )
 
 
 def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor]:
@@ -213,22 +264,6 @@ def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor
     X = records[0].block.x[0].double()
     _require_agreement(network, X, model, ids)
     return network, X
-
-
-def _for_length(network: DecisionNetwork, n: int) -> DecisionNetwork:
-    """The network on the first n tokens: rotations are one matrix per position."""
-
-    def cut(stage: Residual) -> Residual:
-        assert isinstance(stage.branch, Chain)
-        layers = tuple(
-            replace(layer, rotations=layer.rotations[:n])
-            if isinstance(layer, SelfAttention) and layer.rotations is not None
-            else layer
-            for layer in stage.branch.layers
-        )
-        return replace(stage, branch=Chain(layers))
-
-    return replace(network, stages=tuple(cut(stage) for stage in network.stages))
 
 
 def _require_agreement(

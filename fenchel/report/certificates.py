@@ -1,12 +1,19 @@
 """Certificates of attention layers to a page, and to a section of an inspection's page.
 
-Certification -> parts -> one document
+Certification         -> parts -> one document
+DecisionCertification -> parts -> one document
 """
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from fenchel.inspection_result import Certificates, Certification, LayerCertificate
+from fenchel.inspection_result import (
+    Certificates,
+    Certification,
+    DecisionCertification,
+    LayerCertificate,
+)
 from fenchel.report.html import (
     Html,
     Section,
@@ -29,7 +36,13 @@ from fenchel.report.html import (
     table,
 )
 from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles, span_tokens
-from fenchel.report.measures import CERTIFICATE, HEAD_CERTIFICATE, measures_table, top_tokens
+from fenchel.report.measures import (
+    CERTIFICATE,
+    DECISION,
+    HEAD_CERTIFICATE,
+    measures_table,
+    top_tokens,
+)
 
 _LEVELS = {
     "attention": ("attention layer", "attention with its output projection"),
@@ -101,6 +114,90 @@ def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
     return Section(
         anchor="certificates", title="Certificates", body=join(body, "\n"), pictures=pictures
     )
+
+
+_MOVES = {
+    "all": "all tokens together, as one vector, move by at most the radius",
+    "token": "no token moves by more than the radius",
+    "one": "only the last token read moves, by at most the radius",
+}
+
+
+def render_decisions(result: DecisionCertification) -> str:
+    """The page of certified decisions."""
+    name = shorten(clean(str(result.subject["name"])), 200)
+    sentence = (
+        f"{result.subject['family']}: decisions certified at "
+        f"{pluralise(len(result.rows), 'position')} of {shorten(clean(result.text), 80)}."
+    )
+    about = (
+        "Certified: no change of the embeddings within this radius changes the decision. The proof "
+        "expands the network about the text: exact gradients of all margins, and bounds of every "
+        "remainder of norms, scores, softmax, values and MLPs, carried by exactly composed "
+        "Jacobians, with their rounding. Attacked: the length of a change that was found and "
+        "changes it. Arithmetic is float64; rounding of a forward pass in another dtype is not "
+        "covered."
+    )
+    tables = {
+        "subject": result.subject,
+        "settings": {"text": result.text, "norm": result.norm, "keep": result.keep},
+        "time": {key: duration(value) for key, value in result.seconds.items()},
+    }
+    return document(
+        title=f"{name} certified · fenchel",
+        header=page_header("decisions", name, sentence),
+        sections=[decisions(result), method_section("How it was computed", about, tables)],
+        views=("heat_map.js",),
+    )
+
+
+def decisions(result: DecisionCertification) -> Section:
+    """The section with both radii of every position."""
+    ratios = [row.ratio for row in result.rows if row.ratio is not None]
+    what = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
+    verdict = "No change of a decision was found."
+    if ratios:
+        share = format_bound(median(ratios), up=False)
+        verdict = f"The certified radius is {share} of the attacked one, in the median."
+    if not result.complete:
+        verdict += " The time that was given ended the search; radii of 0 were not searched."
+    about = (
+        f"How far the embeddings may move before {what} changes, where {_MOVES[result.norm]}. "
+        "Certified <= the true radius <= attacked. An embedding has a length of about "
+        f"{format_number(result.token_norm, 3)}. Large margins have small ratios: remainders grow "
+        "with the square of the radius."
+    )
+    ends = "The bar runs from certified to attacked; the dot is margin over gradient, no bound."
+    caption = "radii in the units of embeddings; margin in logits"
+    table_ = measures_table(DECISION, result.rows, caption=caption)
+    body = [
+        element("p", verdict, class_="verdict"),
+        element("p", about, class_="about"),
+        element(
+            "div",
+            picture("decisions", "Both radii", ends, table_, width="whole", open_=True),
+            class_="charts",
+        ),
+    ]
+    return Section(
+        anchor="decisions",
+        title="Decisions",
+        body=join(body, "\n"),
+        pictures={"decisions": _radii_picture(result)},
+    )
+
+
+def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
+    rows = []
+    for row in result.rows:
+        centre, lower, upper = json_numbers((row.first_order, row.certified, row.attacked))
+        texts = [format_bound(row.certified, up=False)]
+        found = row.ratio is not None
+        texts.append(format_bound(row.attacked, up=True) if found else "none found")
+        name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
+        numbers = {"centre": centre, "lower": lower, "upper": upper}
+        rows.append({"name": name, **numbers, "texts": texts})
+    return {"view": "intervals", "rows": rows}
 
 
 def _header(result: Certification, name: str) -> Html:

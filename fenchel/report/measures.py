@@ -1,9 +1,9 @@
 """The measures of an inspection: one table for the page and for the terminal.
 
 A ``Measure`` is one number of a head, a block or a certificate: its heading, where it stands in the
-results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``
-and ``CERTIFICATE`` are the columns of the tables, and those of ``HEAD`` with an explanation are
-also drawn as heat maps. The terminal shows some of them under shorter headings.
+results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``,
+``CERTIFICATE`` and ``DECISION`` are the columns of the tables, and those of ``HEAD`` with an
+explanation are also drawn as heat maps. The terminal shows some of them under shorter headings.
 """
 
 import math
@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fenchel.inspection_result import BlockResult, Head, HeadCertificate, Interval, LayerCertificate
+from fenchel.inspection_result import (
+    BlockResult,
+    DecisionRow,
+    Head,
+    HeadCertificate,
+    Interval,
+    LayerCertificate,
+)
 from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
 
 Item = TypeVar("Item")
@@ -218,6 +225,23 @@ HEAD_CERTIFICATE: tuple[Measure[tuple[int, HeadCertificate]], ...] = (
     ),
 )
 """Of (layer, head)."""
+
+
+def _quoted(*tokens: str) -> str:
+    """Tokens with their spaces and line ends visible."""
+    return ", ".join(shorten(clean(repr(token)), 14) for token in tokens)
+
+
+DECISION: tuple[Measure[DecisionRow], ...] = (
+    Measure("position", lambda d: str(d.position), short="at"),
+    Measure("after", lambda d: _quoted(d.token)),
+    Measure("next token", lambda d: _quoted(*d.kept)),
+    Measure("rival", lambda d: _quoted(d.rival)),
+    Measure("margin", lambda d: d.margin, digits=".2f"),
+    Measure("certified", lambda d: d.certified, bound="lower"),
+    Measure("attacked", lambda d: d.attacked, bound="upper"),
+    Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
+)
 
 
 def head_measure(name: str) -> Measure[Head]:

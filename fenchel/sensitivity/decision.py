@@ -118,6 +118,22 @@ class DecisionNetwork:
         logits: Tensor = self.head(self.norm(Chain(self.stages)(X)))
         return logits
 
+    def prefix(self, n: int) -> "DecisionNetwork":
+        """The network on the first n tokens: rotations are one matrix per position."""
+
+        def cut(stage: Residual) -> Residual:
+            if not isinstance(stage.branch, Chain):
+                return stage
+            layers = tuple(
+                replace(layer, rotations=layer.rotations[:n])
+                if isinstance(layer, SelfAttention) and layer.rotations is not None
+                else layer
+                for layer in stage.branch.layers
+            )
+            return replace(stage, branch=Chain(layers))
+
+        return replace(self, stages=tuple(cut(stage) for stage in self.stages))
+
     def streams(self, X: Tensor) -> list[Tensor]:
         """The inputs of all stages and the output of the last."""
         streams = [X]
@@ -598,7 +614,7 @@ class DecisionBound:
             half = w.sqrt()[:, :, None]
             inner = gram * half[..., :, None] * half[..., None, :]
             trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-            lin = r * (largest(inner) * _GROW + 1e-12 * trace).sqrt().sum(-1)
+            lin = r * (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
             return lin + (w * e * e).sum(-1).sqrt() + shift * w.sum(-1).sqrt()
 
         w = most * (c + drift)

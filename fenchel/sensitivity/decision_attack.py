@@ -45,10 +45,11 @@ def nearest_change(
         moves = torch.zeros(len(pairs), *X.shape, dtype=X.dtype)
         margin, g, _ = _margins(network, X, moves, pairs)
         starts, whose = _rays(network, X, kept, _step(g, margin, norm))
-        best = _iterate(network, X, kept, norm, pairs, moves, deadline)
+        best = _iterate(network, X, kept, norm, pairs, moves, 1.0, deadline)
         if len(starts):
             best += [(_length(move, norm), move) for move in starts]
-            best += _iterate(network, X, kept, norm, pairs[whose], starts, deadline)
+            best += _iterate(network, X, kept, norm, pairs[whose], starts, 0.5, deadline)
+            best += _iterate(network, X, kept, norm, pairs[whose], starts, 0.2, deadline)
     best = sorted(best, key=lambda pair: pair[0])[:4]
     found = [_shortened(network, X, kept, move) for _, move in best]
     found = [move for move in found if bool(_changed(network(X + move)[None, -1], kept)[0])]
@@ -62,9 +63,13 @@ def _iterate(
     norm: str,
     pairs: Tensor,
     moves: Tensor,
+    share: float,
     deadline: float,
 ) -> list[tuple[float, Tensor]]:
-    """The iterates from ``moves`` (R, n, d) that change the decision, with their lengths."""
+    """The iterates from ``moves`` (R, n, d) that change the decision, with their lengths.
+
+    ``share`` of each step is taken, and half of that in the second half of them.
+    """
     best: list[tuple[float, Tensor]] = []
     for step in range(_STEPS):
         if time.monotonic() > deadline:
@@ -75,8 +80,8 @@ def _iterate(
         best = sorted(best, key=lambda pair: pair[0])[:4]
         need = margin - (g * moves).sum((1, 2))
         need = need + _OVERSHOOT[step % len(_OVERSHOOT)] * margin.abs().clamp(min=1e-9)
-        share = 1.0 if step < _STEPS // 2 else 0.5
-        moves = moves + share * (_step(g, need, norm) - moves)
+        part = share if step < _STEPS // 2 else 0.5 * share
+        moves = moves + part * (_step(g, need, norm) - moves)
     return best
 
 

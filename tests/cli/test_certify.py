@@ -111,3 +111,48 @@ def test_a_verdict_of_thousands_is_written() -> None:
     assert "All 2 blocks are certified within 9.50 to 6,312 times" in str(
         certificates(data, tokens)
     )
+
+
+def test_decisions_as_a_table_a_page_and_json(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    line = ["certify", str(run_directory), "--text", str(text_file), "--decision"]
+    line += ["--max-tokens", "4", "--norm", "one"]
+    assert main([*line, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "decisions about the next token; moved: the last token read, alone" in printed
+    assert "certified attacked ratio" in printed
+    page = out.read_text()
+    assert "Certified &lt;= the true radius &lt;= attacked" in page
+    assert main([*line, "--json", "--keep", "2", "--budget", "60s"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["norm"], found["keep"], len(found["rows"])) == ("one", 2, 4)
+    for row in found["rows"]:
+        assert 0.0 <= row["certified"] <= row["attacked"]
+        assert row["ratio"] == row["certified"] / row["attacked"]
+        assert len(row["kept"]) == 2
+        assert len(row["moved"]) == row["position"] + 1
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ([], "give --radius R to certify layers, or --decision"),
+        (["--decision", "--radius", "1"], "--radius is read without --decision only"),
+        (["--decision", "--blocks"], "--blocks is read without --decision only"),
+        (["--radius", "1", "--keep", "2"], "--keep is read with --decision only"),
+        (["--radius", "1", "--norm", "one"], "--norm is fro, token without --decision"),
+        (["--decision", "--norm", "fro"], "--norm is all, token, one with --decision"),
+        (["--decision", "--budget", "soon"], "should be a time such as 90s"),
+    ],
+)
+def test_flags_of_the_other_kind_are_refused(
+    run_directory: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    sentence: str,
+) -> None:
+    assert main(["certify", str(run_directory), "--text", str(text_file), "--json", *more]) == 2
+    assert sentence in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
         radii = certified_radii(bound, norm, positions)
         attacked = {}
         for t in positions:
-            cut = _prefix(net, t + 1)
+            cut = net.prefix(t + 1)
             change = nearest_change(cut, X[: t + 1], bound.rivals[t].kept, norm)
             assert change is not None
             rows = change.norm(dim=-1)
@@ -188,17 +188,6 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
             broken = certified_radii(bound, norm, positions)
             unsound += sum(broken[t].certified > attacked[t] for t in positions)
     assert unsound > 0
-
-
-def _prefix(net: DecisionNetwork, n: int) -> DecisionNetwork:
-    stages = []
-    for stage in net.stages:
-        assert isinstance(stage.branch, Chain)
-        norm, branch = stage.branch.layers
-        if isinstance(branch, SelfAttention) and branch.rotations is not None:
-            branch = replace(branch, rotations=branch.rotations[:n])
-        stages.append(replace(stage, branch=Chain((norm, branch))))
-    return replace(net, stages=tuple(stages))
 
 
 def _single(part: str) -> tuple[DecisionNetwork, Tensor]:
@@ -222,19 +211,19 @@ def _single(part: str) -> tuple[DecisionNetwork, Tensor]:
         X = torch.ones(1, 6, dtype=torch.float64)
         X[:, 0] = 0.0
         return replace(net, stages=(Residual(Chain((plain, inner))),)), X
-    if part == "scores":  # no linear move of the scores
-        moved = replace(layer, biases=(None, None, None))
+    moved = replace(layer, W_Q=6.0 * layer.W_Q, W_K=6.0 * layer.W_K)
+    if part in ("scores", "values"):  # tokens in a plane that scores, or values, do not read
         X = torch.zeros_like(X)
         X[:, 0] = 2.0
         X[:, 1] = torch.arange(3.0)
-        W_Q, W_K = (W.index_fill(1, torch.tensor([0, 1]), 0.0) for W in (layer.W_Q, layer.W_K))
-        moved = replace(moved, W_Q=9.0 * W_Q, W_K=9.0 * W_K)
-    else:
-        moved = replace(layer, W_Q=6.0 * layer.W_Q, W_K=6.0 * layer.W_K)
+        plane = torch.tensor([0, 1])
+        names = ("W_Q", "W_K") if part == "scores" else ("W_V",)
+        blind = {name: 2.0 * getattr(moved, name).index_fill(1, plane, 0.0) for name in names}
+        moved = replace(moved, **blind)
     return replace(net, stages=(Residual(Chain((plain, moved))),)), X
 
 
-@pytest.mark.parametrize("part", ["norm", "mlp", "scores", "softmax"])
+@pytest.mark.parametrize("part", ["norm", "mlp", "scores", "softmax", "values"])
 def test_a_dropped_remainder_is_seen(part: str) -> None:
     """err is within eta, and beyond what is left of eta without this part."""
     net, X = _single(part)
@@ -273,7 +262,7 @@ def _aimed(net: DecisionNetwork, X: Tensor, J: list[Tensor], r: float) -> Iterat
 def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
     net, X = network("llama", 5)
     whole = certified_radii(DecisionBound(net, X), "all", [1])[1]
-    alone = certified_radii(DecisionBound(_prefix(net, 2), X[:2]), "all", [1])[1]
+    alone = certified_radii(DecisionBound(net.prefix(2), X[:2]), "all", [1])[1]
     assert alone.certified == pytest.approx(whole.certified, rel=1e-9)
 
 
