@@ -262,6 +262,30 @@ def test_a_sequence_beyond_the_trained_context_has_the_long_list(
         ),
         ("gpt-neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000}),
         ("gemma3", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        ("modernbert", {"global_rope_theta": 7000.0, "local_rope_theta": 70.0}),
+        (
+            "gpt-oss",
+            {
+                "rope_theta": 5000.0,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "truncate": False,
+                },
+            },
+        ),
+        (
+            "phi3 longrope",
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {
+                    "type": "su",
+                    "short_factor": [1.1, 0.7, 1.3],
+                    "long_factor": [3.0, 2.0, 0.5],
+                },
+            },
+        ),
     ],
 )
 def test_older_words_for_rotary_positions_mean_the_same(
@@ -285,6 +309,15 @@ ABSENT: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "smollm3": {"use_sliding_window": True, "sliding_window": 7},
     "phi3": {},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": 8 * ["full_attention"],
+        "position_embedding_type": "rope",
+    },
+    "ministral3": {},
+    "nanochat": {},
+    "qwen3_moe": {"use_sliding_window": True},
+    "gpt_oss": {},
 }
 
 
@@ -303,6 +336,21 @@ def test_keys_that_a_file_leaves_out_have_the_values_of_transformers(kind: str) 
     assert ours.groups == theirs.num_key_value_heads
     assert ours.head_width == getattr(theirs, "head_dim", 64)
     assert (ours.epsilon, ours.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.rotary_base == _rope_of(theirs)["rope_theta"]
+    if _rope_of(theirs)["rope_type"] == "yarn":
+        assert ours.rotary_factor == _rope_of(theirs)["factor"]
+        assert ours.rotary_truncate == _rope_of(theirs).get("truncate", True)
+    if ours.experts:
+        assert (ours.experts, ours.experts_per_token) == (
+            theirs.num_local_experts,
+            theirs.num_experts_per_tok,
+        )
+        assert ours.router_normalise == getattr(theirs, "norm_topk_prob", True)
+
+
+def _rope_of(config: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
 
 
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
