@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import marimo as mo
 import pytest
 
 import fenchel
@@ -178,14 +179,20 @@ def below(app: Any, scene: str) -> set[str]:
     return known
 
 
-def check_claims_of_scenes(app: Any, given: dict[str, Any]) -> None:
-    """Every claim that follows a scene holds at the ends of what its handles reach."""
-    for name, scene in given.items():
-        if isinstance(scene, Scene):
-            kept = {each: given[each] for each in given if each not in below(app, name)}
-            for state in REACHED[name]:
-                assert state.keys() <= scene.state.keys()
-                app.run(defs={**kept, name: SimpleNamespace(state={**scene.state, **state})})
+def check_claims_of_controls(app: Any, given: dict[str, Any]) -> None:
+    """Claims hold at every item of a menu, and at the ends of what the handles of a scene reach."""
+    for name, control in given.items():
+        states: list[SimpleNamespace] = []
+        if isinstance(control, mo.ui.dropdown):
+            states = [SimpleNamespace(value=value) for value in control.options.values()]
+        elif isinstance(control, Scene):
+            assert all(state.keys() <= control.state.keys() for state in REACHED[name])
+            states = [SimpleNamespace(state={**control.state, **state}) for state in REACHED[name]]
+        if not states:
+            continue
+        kept = {each: given[each] for each in given if each not in below(app, name)}
+        for state in states:
+            app.run(defs={**kept, name: state})
 
 
 def test_a_script_evaluates_its_claims(tmp_path: Path) -> None:
@@ -252,7 +259,7 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     # The cells of the run, with what the others have computed. Those of the setup stay.
     given = {name: value for name, value in names.items() if not hasattr(module, name)}
     del given["picker"]
-    check_claims_of_scenes(module.app, given)
+    check_claims_of_controls(module.app, given)
     with recorded_claims() as spoken:
         names = dict(module.app.run(defs={**given, "run_path": str(own_run)})[1])
     texts += tuple(without_numbers(text) for _, text in spoken)
