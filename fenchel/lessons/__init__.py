@@ -2,7 +2,7 @@
 
     course       the list of lessons and the reader's progress
     widgets      what a lesson is made of
-    scene        a drawing with handles: scene.js and maps.js draw, scene.py passes it to Python
+    scene        a drawing with handles, by scene.js and maps.js, whose state goes to Python
     scenes/      the drawings, one script each
     server       the pages of ``fenchel learn``
     model_page   the whole model on one screen, run by a script in the page

@@ -181,14 +181,20 @@ def below(app: Any, scene: str) -> set[str]:
     return known
 
 
-def check_claims_of_scenes(app: Any, given: dict[str, Any]) -> None:
-    """Every claim that follows a scene holds at the ends of what its handles reach."""
-    for name, scene in given.items():
-        if isinstance(scene, Scene):
-            kept = {each: given[each] for each in given if each not in below(app, name)}
-            for state in REACHED[name]:
-                assert state.keys() <= scene.state.keys()
-                app.run(defs={**kept, name: SimpleNamespace(state={**scene.state, **state})})
+def check_claims_of_controls(app: Any, given: dict[str, Any]) -> None:
+    """Claims hold at every item of a menu, and at the ends of what the handles of a scene reach."""
+    for name, control in given.items():
+        states: list[SimpleNamespace] = []
+        if isinstance(control, mo.ui.dropdown):
+            states = [SimpleNamespace(value=value) for value in control.options.values()]
+        elif isinstance(control, Scene):
+            assert all(state.keys() <= control.state.keys() for state in REACHED[name])
+            states = [SimpleNamespace(state={**control.state, **state}) for state in REACHED[name]]
+        if not states:
+            continue
+        kept = {each: given[each] for each in given if each not in below(app, name)}
+        for state in states:
+            app.run(defs={**kept, name: state})
 
 
 def test_a_script_evaluates_its_claims(tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
     # The cells of a model, with what the others have computed. Those of the setup stay.
     given = {name: value for name, value in names.items() if not hasattr(module, name)}
     assert given.pop("picker").value == str(MODEL)
-    check_claims_of_scenes(module.app, given)
+    check_claims_of_controls(module.app, given)
     for model in (MODEL, own_run):
         with recorded_claims() as spoken:
             names = dict(module.app.run(defs={**given, "run_path": str(model)})[1])

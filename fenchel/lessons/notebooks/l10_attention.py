@@ -235,7 +235,7 @@ def _(meet, room, sentences, topics):
     _out, _weights = meet(_words, _maps[room.state["map"]](1 / room.state["T"]))
     _row, _asks = _weights[room.state["word"]], room.state["word"]
     _most = _row.max().item()
-    _fish, _cash = (meet(f"{who} x y the bank".split())[0][-1] for who in topics)
+    _fish, _cash = (meet(each)[0][each.index("bank")] for each in sentences)
     mo.vstack(
         [
             mo.md(
