@@ -151,6 +151,7 @@ def certify_decision(
     radii = certified_radii(
         bound, norm, chosen, middle, lambda done: say("certificates", done, len(chosen))
     )
+    searched = time.monotonic() < middle
     results = []
     for done, t in enumerate(chosen):
         say("attacks", done, len(chosen))
@@ -174,7 +175,7 @@ def certify_decision(
             )
         )
     spent = time.monotonic() - begin
-    complete = time.monotonic() < deadline
+    complete = searched and time.monotonic() < deadline
     return Decision(norm, keep, results, network, X, spent, complete)
 
 

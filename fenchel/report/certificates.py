@@ -4,6 +4,7 @@ Certification         -> parts -> one document
 DecisionCertification -> parts -> one document
 """
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -167,7 +168,10 @@ def decisions(result: DecisionCertification) -> Section:
         f"{format_number(result.token_norm, 3)}. Large margins have small ratios: remainders grow "
         "with the square of the radius."
     )
-    ends = "The bar runs from certified to attacked; the dot is margin over gradient, no bound."
+    ends = (
+        "The bar runs from certified to attacked; the dot is margin over gradient, no bound, where "
+        "that is less than attacked."
+    )
     caption = "radii in the units of embeddings; margin in logits"
     table_ = measures_table(DECISION, result.rows, caption=caption)
     body = [
@@ -190,7 +194,8 @@ def decisions(result: DecisionCertification) -> Section:
 def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     rows = []
     for row in result.rows:
-        centre, lower, upper = json_numbers((row.first_order, row.certified, row.attacked))
+        inside = row.first_order if row.first_order < row.attacked else math.nan
+        centre, lower, upper = json_numbers((inside, row.certified, row.attacked))
         texts = [format_bound(row.certified, up=False)]
         found = row.ratio is not None
         texts.append(format_bound(row.attacked, up=True) if found else "none found")

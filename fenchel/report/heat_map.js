@@ -90,7 +90,7 @@ function heat(host, data) {
 	return draw;
 }
 
-// A bar per row from lower to upper, both in figures, and a dot at the centre; an upper of null is unbounded.
+// A bar per row from lower to upper, both in figures, and a dot at the centre, if there is one; an upper of null is unbounded.
 function intervals(host, { rows }) {
 	const known = rows.flatMap(({ centre, lower, upper }) => [centre, lower, upper]).filter((value) => value > 0);
 	const least = Math.min(...known), most = Math.max(...known), log = most > 30 * least;
@@ -102,12 +102,13 @@ function intervals(host, { rows }) {
 		for (const x of (log ? logTicks : ticks)(log ? least : 0, most, (right - left) / 90))
 			chart.append(node("line", { x1: X(x), x2: X(x), y1: 0, y2: height, class: "rule" }), node("text", { x: X(x), y: height + 14, class: "middle" }, compact(x)));
 		rows.forEach(({ name, centre, lower, upper, texts }, i) => {
-			const y = (i + 0.5) * row, from = X(lower), to = upper === null ? right : X(upper);
+			const y = (i + 0.5) * row, to = upper === null ? right : X(upper);
+			const from = log && !(lower > 0) ? left : X(lower), dot = centre === null ? [] : [X(centre)];
 			chart.append(
 				node("text", { x: 0, y, class: "label" }, name),
-				node("text", { x: Math.min(from, X(centre)) - 9, y, class: "label end" }, texts[0]),
+				node("text", { x: Math.min(from, ...dot) - 9, y, class: "label end" }, texts[0]),
 				node("rect", { x: from, y: y - 5, width: Math.max(to - from, 2), height: 10, class: `interval ${upper === null ? "open" : ""}` }),
-				node("circle", { cx: X(centre), cy: y, r: 4, class: "dot s1" }),
+				...dot.map((cx) => node("circle", { cx, cy: y, r: 4, class: "dot s1" })),
 				node("text", { x: to + 8, y, class: "label ours" }, texts[1]));
 		});
 		host.replaceChildren(chart);
