@@ -127,7 +127,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Every frequency divided by a number of its own; cos and sin times ``magnitude``."""
+    """Every frequency divided by a number of its own; cos and sin times ``magnitude``.
+
+    >>> angles(torch.tensor([8]), 4, scaling=LongRopeScaling((1.0, 4.0))).cos  # cos 8, cos 0.02
+    tensor([[-0.1455,  0.9998, -0.1455,  0.9998]])
+    """
 
     divisors: tuple[float, ...]
     magnitude: float = 1.0
