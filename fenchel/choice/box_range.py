@@ -68,9 +68,9 @@ def range_over_box(
 
     >>> import torch
     >>> from fenchel.choice import Sparsemax, range_over_box
-    >>> c, z = torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.2, 0.1, 0.0])
+    >>> c, z = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0.2, 0.1, 0.0])
     >>> range_over_box(Sparsemax(), c, z - 0.1, z + 0.1)
-    (tensor(0.), tensor(0.4000))
+    (tensor(1.0000), tensor(1.4000))
     """
     response = _response(choice)
     dtype = torch.float32

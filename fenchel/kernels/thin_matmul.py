@@ -230,6 +230,7 @@ def _activation(z, F: tl.constexpr):
     elif F == "geglu" or F == "gelu":
         y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     else:  # by tanh, and 1 + tanh(u) is 2 sigmoid(2 u)
+        tl.static_assert(F == "geglu_tanh" or F == "gelu_tanh")
         y = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     return y
 

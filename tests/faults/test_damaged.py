@@ -200,8 +200,8 @@ def test_settings_edited_by_hand_are_refused_and_sealed_anew_if_they_do_not_fit_
     lab: Any, halfway: Path, setting: str, other: str, says: str
 ) -> None:
     path = halfway / "config.toml"
-    assert setting in path.read_text()
-    path.write_text(path.read_text().replace(setting, other))
+    assert f"\n{setting}" in path.read_text()
+    path.write_text(path.read_text().replace(f"\n{setting}", f"\n{other}"))
     ended = lab.resume(halfway)
     assert ended.code == 2
     assert "config.toml has changed since it was written" in ended.said

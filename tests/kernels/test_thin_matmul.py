@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
+from fenchel.generation.plain_decoder import MLPS
 from fenchel.kernels import thin_matmul as page
 from fenchel.kernels.thin_matmul import (
     LaunchShape,
@@ -80,7 +81,7 @@ def test_a_branch_is_added_to_the_stream_in_place(B: int, K: int, N: int, draw: 
 
 
 @every_size
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(MLPS))
 def test_a_gated_product_is_the_activation_of_one_times_the_other(
     activation: str, B: int, K: int, N: int, draw: Draw
 ) -> None:

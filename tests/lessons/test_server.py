@@ -423,7 +423,8 @@ def check_scenes(browser: Browser) -> str:
         handle.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
         high = "return document.documentElement.scrollHeight - window.innerHeight"
         assert browser.run(high) <= 0, "the frame is as high as the scene"
-        shared = browser.driver.title != "relay"  # which shows all that there is in the page itself
+        # The relay shows all that there is in its own page.
+        shared = browser.run("return document.title") != "relay"
         browser.driver.switch_to.default_content()
         if shared:
             browser.until(partial(differs, browser, before), seconds=30)

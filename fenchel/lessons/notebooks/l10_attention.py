@@ -1378,7 +1378,7 @@ def _(run_path):
     own = fenchel.load(run_path, dtype=torch.float32)
     _ids = own.tokenizer.encode_whole("we the people of the united states, in order to form a")
     _ids = _ids[: min(24, own.config.context)]
-    _tokens = [own.tokenizer.decode([each]) for each in _ids]
+    own_tokens = [own.tokenizer.decode([each]) for each in _ids]
     maps = attention_maps(own.model, torch.tensor([_ids])).double()
     layers = [head_patterns(layer_maps[None]) for layer_maps in maps]
     _causal = own.config.kind == "decoder"
@@ -1394,7 +1394,7 @@ def _(run_path):
         texts=[
             {
                 "name": "own",
-                "tokens": _tokens,
+                "tokens": own_tokens,
                 "heads": [
                     {
                         "name": f"{n}.{h}",
@@ -1441,6 +1441,20 @@ def _(run_path):
                 and (own.config.kind != "decoder" or maps.triu(1).abs().max() == 0),
             ),
         ]
+    )
+    return maps, own_tokens, own_words
+
+
+@app.cell
+def _(maps, own_tokens, own_words):
+    _layer, _head = divmod(own_words.state["head"], maps.shape[1])
+    _row = maps[_layer, _head, own_words.state["word"]]
+    _read = int(_row.argmax())
+    claim(
+        "AT-34",
+        f"In head {_layer}.{_head} the token “{own_tokens[own_words.state['word']]}” reads “{own_tokens[_read]}” most, "
+        f"with a share of {_row[_read]:.3f}; its shares sum to at most 1.",
+        _row[_read] == _row.max() and _row.sum() < 1 + 1e-4,
     )
     return
 
