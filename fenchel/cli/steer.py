@@ -159,6 +159,8 @@ def run(
         raise ValueError("give --toward FILE and --away FILE, or --word WORD.")
     if against is not None and word is None:
         raise ValueError("--against belongs to --word.")
+    if max_tokens < 2:
+        raise ValueError(f"--max-tokens {max_tokens} should be 2 or more.")
     reads = [directory, adapter, toward, away, text_path(text)]
     require_output(out, new=True, reads=reads)
     require_inputs(directory, text)
