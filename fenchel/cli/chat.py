@@ -422,15 +422,21 @@ class Repl:
             raise ValueError("/attention needs a decoder without an encoder; see --attention.")
         if answer is None or answer.start == len(answer.ids):
             raise ValueError("there is no answer whose attention could be shown.")
+        steering = conversation.settings.steering
+        if steering is not None and steering.emphasis is not None:
+            raise ValueError("the attention of an answer with --emphasise is not traced.")
         ids = answer.ids[: answer.start + int(number or TRACED)]
         traces = trace_text(
             conversation.model,
             ids,
             answer.start,
             TraceSettings(entropy=True, attention=TraceAttention()),
+            vectors=None if steering is None else steering.vectors,
         )
         file = sys.stderr if self.json else sys.stdout
         print_attention(conversation.tokenizer, ids, traces, file=file)
+        if steering is not None and steering.budget is not None:
+            say("p and rank are those of the steered model, before --token-kl.")
         if len(ids) < len(answer.ids):
             say(f"The first {len(traces):,} of {len(answer.ids) - answer.start:,} tokens.")
 
