@@ -42,6 +42,7 @@ from fenchel.cli.generate import SamplingFlags, sentence, token_json
 from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.config import did_you_mean, parse_value
 from fenchel.files import describe, printable, require_output, write_atomic
+from fenchel.hub_cache import model_name
 
 if TYPE_CHECKING:
     from fenchel.generation import Answer, Conversation, GenerationSettings
@@ -212,7 +213,7 @@ def run(
     if repl.interactive:
         size = sum(p.numel() for p in model.parameters())
         say(
-            f"{printable(directory.resolve().name)}: {size:,} parameters, context "
+            f"{printable(model_name(directory))}: {size:,} parameters, context "
             f"{model.config.context:,}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."
         )
     with _interrupts() if repl.interactive else nullcontext():

@@ -109,7 +109,12 @@ def score_parts(
 
 
 def has_score_parts(model: Model) -> bool:
-    """Whether ``score_parts`` takes the scores of a model apart."""
+    """Whether ``score_parts`` takes the scores of a model apart.
+
+    >>> from fenchel.model import ModelConfig
+    >>> has_score_parts(Transformer(ModelConfig(vocabulary=16, sinks=True)))
+    False
+    """
     try:
         hooked(_transformer(model))
     except ValueError:
