@@ -127,7 +127,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Every frequency divided by a number of its own; cos and sin times ``magnitude``."""
+    """Every frequency divided by a number of its own; cos and sin times ``magnitude``.
+
+    >>> LongRopeScaling((1.0, 4.0)).frequencies(torch.tensor([1.0, 0.5]), 10000.0, 4)
+    tensor([1.0000, 0.1250])
+    """
 
     divisors: tuple[float, ...]
     magnitude: float = 1.0
