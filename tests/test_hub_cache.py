@@ -13,6 +13,7 @@ import fenchel
 from fenchel.cli import main
 from fenchel.data import train_tokenizer
 from fenchel.hub_cache import cache_folder, find_checkpoint, model_name, snapshots
+from fenchel.inspection import open_model
 from fenchel.model import ModelConfig, Transformer
 
 NAME, COMMIT, OLDER = "acme/tiny-1.5", "ab" * 20, "cd" * 20
@@ -69,6 +70,7 @@ def test_a_name_is_its_snapshot_in_library_and_commands(
     assert main(words) == 0
     assert by_name == capsys.readouterr().out
     assert model_name(snapshot) == NAME
+    assert open_model(snapshot).name == NAME  # and not the commit
     assert [(one.name, one.revision, one.path) for one in snapshots()] == [(NAME, "main", snapshot)]
 
 

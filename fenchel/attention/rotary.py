@@ -129,8 +129,8 @@ class Llama3Scaling:
 class LongRopeScaling:
     """Every frequency divided by a number of its own; cos and sin times ``magnitude``.
 
-    >>> angles(torch.tensor([8]), 4, scaling=LongRopeScaling((1.0, 4.0))).cos  # cos 8, cos 0.02
-    tensor([[-0.1455,  0.9998, -0.1455,  0.9998]])
+    >>> LongRopeScaling((1.0, 4.0)).frequencies(torch.tensor([1.0, 0.5]), 10000.0, 4)
+    tensor([1.0000, 0.1250])
     """
 
     divisors: tuple[float, ...]

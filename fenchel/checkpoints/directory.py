@@ -60,6 +60,7 @@ from fenchel.files import (
     require_digest,
     require_size,
 )
+from fenchel.hub_cache import model_name
 from fenchel.model.config import LARGEST
 from fenchel.model.families.config_reader import CONFIG
 
@@ -139,8 +140,8 @@ class CheckpointDirectory(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
-        return self.path.resolve().name
+        """The last part of the path, or the name of the model in the Hugging Face cache."""
+        return model_name(self.path)
 
     @property
     def config_path(self) -> Path:

@@ -218,6 +218,11 @@ def _grid(
     blocks = None if block is None else tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     if block is not None and grid == blocks:
         return min(block[0], shape[0]), min(block[1], shape[1])
+    if block is not None and scale.endswith("_scale_inv"):
+        raise Damaged(
+            f"{where}: {printable(scale)} of shape {list(grid)} is not one number per block of "
+            f"{list(block)} of a matrix of {list(shape)}."
+        )
     if len(grid) == 2 and all(g and not n % g for n, g in zip(shape, grid, strict=True)):
         return shape[0] // grid[0], shape[1] // grid[1]
     raise Damaged(

@@ -42,6 +42,7 @@ from fenchel.cli.generate import SamplingFlags, sentence, token_json
 from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.config import did_you_mean, parse_value
 from fenchel.files import describe, printable, require_output, write_atomic
+from fenchel.hub_cache import model_name
 
 if TYPE_CHECKING:
     from fenchel.generation import Answer, Conversation, GenerationSettings
@@ -212,7 +213,7 @@ def run(
     if repl.interactive:
         size = sum(p.numel() for p in model.parameters())
         say(
-            f"{printable(directory.resolve().name)}: {size:,} parameters, context "
+            f"{printable(model_name(directory))}: {size:,} parameters, context "
             f"{model.config.context:,}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."
         )
     with _interrupts() if repl.interactive else nullcontext():
@@ -422,15 +423,21 @@ class Repl:
             raise ValueError("/attention needs a decoder without an encoder; see --attention.")
         if answer is None or answer.start == len(answer.ids):
             raise ValueError("there is no answer whose attention could be shown.")
+        steering = conversation.settings.steering
+        if steering is not None and steering.emphasis is not None:
+            raise ValueError("the attention of an answer with --emphasise is not traced.")
         ids = answer.ids[: answer.start + int(number or TRACED)]
         traces = trace_text(
             conversation.model,
             ids,
             answer.start,
             TraceSettings(entropy=True, attention=TraceAttention()),
+            vectors=None if steering is None else steering.vectors,
         )
         file = sys.stderr if self.json else sys.stdout
         print_attention(conversation.tokenizer, ids, traces, file=file)
+        if steering is not None and steering.budget is not None:
+            say("p and rank are those of the steered model, before --token-kl.")
         if len(ids) < len(answer.ids):
             say(f"The first {len(traces):,} of {len(answer.ids) - answer.start:,} tokens.")
 

@@ -23,6 +23,7 @@ from fenchel.cli.console import (
 )
 from fenchel.cli.steer import DirectionFlags
 from fenchel.files import printable, require_output
+from fenchel.hub_cache import model_name
 
 if TYPE_CHECKING:
     from fenchel.evaluate import (
@@ -173,7 +174,7 @@ def run(
                 saved = write_calibration(directory, model, result, evaluation.text)
                 lines.append(f"temperature stored  {printable(saved, 4096)}")
             if page is not None:
-                write_atomic(page, reliability_page(directory.name, evaluation.text, result))
+                write_atomic(page, reliability_page(model_name(directory), evaluation.text, result))
                 lines.append(f"reliability diagram  {printable(page, 4096)}")
         if against is not None:
             second, _ = evaluate(against)

@@ -138,8 +138,11 @@ def run(
     sentences = [result.subject["begin"]]
     sentences += [result.precision.statement] if result.precision else []
     show(tables(result), [*sentences, *findings(result)], target)
-    if why is None:
-        print(f"Next  {printable(next_command(result, directory), 4096)}")
+    from fenchel.interpretability import has_score_parts
+
+    if why is None and has_score_parts(subject):
+        command = next_command(result, directory, text, max_tokens)
+        print(f"Next  {printable(command, 4096)}")
     return 0
 
 
@@ -187,6 +190,8 @@ def numbers(words: str | None, name: str) -> list[int] | None:
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ValueError(f"{name} takes numbers such as 3 or 1-4,12; got {words!r}.")
         last = int(high) if dash else int(low)
+        if last < int(low):
+            raise ValueError(f"{name} {words} counts down; the smaller number comes first.")
         if last - int(low) > 10_000:
             raise ValueError(f"{name} {words} names more than any model has.")
         selected += range(int(low), last + 1)

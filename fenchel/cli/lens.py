@@ -181,6 +181,8 @@ class _Source:
         if found := list(self._windows(count)):
             where = f"{self.text} after these tokens" if self.skipped else self.text
             return found, f"The lens is fitted to {where}"
+        if not self.skipped:
+            raise ValueError(f"--fit {self.text} has fewer tokens than a stretch of {self.length}.")
         return [list(self.own)], "The lens is fitted to these tokens themselves"
 
     def _windows(self, count: int) -> Iterator[list[int]]:

@@ -91,10 +91,7 @@ def run(
                 f"{len(prompts[0])} and {len(prompts[1])}: {'|'.join(tokens[0])} and "
                 f"{'|'.join(tokens[1])}."
             )
-        named = [
-            None if word is None else tokenizer.encode(f" {word.strip()}")[0]
-            for word in (answer, against)
-        ]
+        named = [None if word is None else tokenizer.word_start(word) for word in (answer, against)]
         found = patch(
             subject,
             prompts[0],

@@ -159,6 +159,8 @@ def run(
         raise ValueError("give --toward FILE and --away FILE, or --word WORD.")
     if against is not None and word is None:
         raise ValueError("--against belongs to --word.")
+    if max_tokens < 2:
+        raise ValueError(f"--max-tokens {max_tokens} should be 2 or more.")
     reads = [directory, adapter, toward, away, text_path(text)]
     require_output(out, new=True, reads=reads)
     require_inputs(directory, text)
@@ -187,7 +189,7 @@ def run(
             sides = [[tokenizer.encode_whole(line) for line in _lines(f)] for f in (toward, away)]
             direction = difference_of_means(model, *sides, layer=at)
         else:
-            ids = [[_word_id(tokenizer, w) for w in words or ()] for words in (word, against)]
+            ids = [[tokenizer.word_start(w) for w in words or ()] for words in (word, against)]
             direction = word_direction(model, first, *ids, layer=at)
         console.progress("finding the strength", 0, 0)
         found = find_strength(model, direction, first, kl, negative=opposite)
@@ -232,11 +234,6 @@ def _lines(file: Path) -> list[str]:
     if not (lines := [line.strip() for line in lines if line.strip()]):
         raise ValueError(f"{file} has no text; write one text per line.")
     return lines
-
-
-def _word_id(tokenizer: "TextTokenizer", word: str) -> int:
-    """The token with which a word begins within a text."""
-    return tokenizer.encode(f" {word.strip()}")[0]
 
 
 def _two_parts(text: str, tokenizer: "TextTokenizer", count: int) -> tuple[list[int], list[int]]:

@@ -64,6 +64,7 @@ _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _PROBE = "Ab 12\n\té中😀"
 _LEAST_LONGEST = 32
 _LETTER = "a"  # between the control tokens of a template
+_BEFORE_A_WORD = ","  # a sign that no token joins with the space after it
 
 
 class TextTokenizer:
@@ -200,6 +201,25 @@ class TextTokenizer:
         """
         before, after = self._around
         return [*before, *self.encode(text), *after]
+
+    def word_start(self, word: str) -> int:
+        """The token with which a word begins within a text, after a space.
+
+        The ids of " word" alone do not tell: tokenizers that put a space before every text
+        (SentencePiece) begin it with a token of that space.
+
+        >>> tokenizer = train_tokenizer(["the cat. the cat"], 300)
+        >>> tokenizer.id_to_token(tokenizer.word_start("cat"))
+        'Ġcat'
+        """
+        if not (word := word.strip()):
+            raise ValueError("a word is empty; give one with at least one character.")
+        before, ids = self.encode_batch([_BEFORE_A_WORD, f"{_BEFORE_A_WORD} {word}"])
+        same = [a == b for a, b in zip(before, ids, strict=False)]
+        ids = ids[same.index(False) if False in same else len(same) :]
+        if not ids:
+            raise ValueError(f"the tokenizer has no token for {printable(repr(word), 60)}.")
+        return ids[0]
 
     def most_characters(self, tokens: int) -> int:
         """Characters beyond which a text cannot have as few tokens as ``tokens``.

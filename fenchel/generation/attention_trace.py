@@ -422,8 +422,12 @@ def trace_text(
     start: int,
     settings: TraceSettings,
     calibration: TokenCalibration | None = None,
+    vectors: Mapping[int, Tensor] | None = None,
 ) -> list[TokenTrace]:
-    """The traces of ``ids[start:]``, from one pass over the text."""
+    """The traces of ``ids[start:]``, from one pass over the text.
+
+    ``vectors`` (M,) are added to the stream, by the layer, from 1, after which they are.
+    """
     if not 1 <= start <= len(ids):
         raise ValueError(f"start={start} should be from 1 to the {len(ids)} tokens of the text.")
     layers = _layers([settings], model.config)
@@ -434,8 +438,11 @@ def trace_text(
             calls.append(model.attention_call(layer, q, k, v))
 
     ids_1N = torch.tensor([ids], device=model.lm_head_weight.device)
+    steer = {
+        n - 1: v_M.to(model.lm_head_weight).view(1, 1, -1) for n, v_M in (vectors or {}).items()
+    }
     with evaluating(model):
-        x_1TM = model(ids_1N[:, :-1], observe=observe, return_hidden=True)
+        x_1TM = model(ids_1N[:, :-1], observe=observe, return_hidden=True, steer=steer)
     config, T = model.config, len(ids) - 1
     per_token = max(len(layers) * config.heads * T, config.vocabulary)
     traces: list[TokenTrace] = []

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fenchel.choice import beta_for_budget
-from fenchel.data import AnyTokenizer
+from fenchel.data import AnyTokenizer, TextTokenizer
 from fenchel.files import printable
 from fenchel.generation.text_stream import Detokenizer
 from fenchel.model import ModelConfig
@@ -64,21 +64,16 @@ class Emphasis:
         """The same with the positions of ``texts`` in a prompt; raises where one is not there."""
         if not self.texts:
             return self
-        detokenizer, text, ends = Detokenizer(tokenizer), "", list[int]()
-        for token in ids:
-            text += detokenizer.add(token)
-            ends.append(len(text))
-        text += detokenizer.flush()
+        text, begins, ends = _spans(tokenizer, ids)
         tokens = set(self.tokens)
         for words in self.texts:
             starts = [match.start() for match in re.finditer(re.escape(words), text)]
             if not words or not starts:
                 raise ValueError(f"the prompt has no text {printable(words, 60)!r} to emphasise.")
             for start in starts:
-                # A token stands between the end of the one before it and its own.
-                first = bisect_right(ends, start)
-                tokens.update(range(first, bisect_left(ends, start + len(words)) + 1))
-        return replace(self, tokens=frozenset(t for t in tokens if t < len(ids)), texts=())
+                after = bisect_left(begins, start + len(words))
+                tokens.update(range(bisect_right(ends, start), after))
+        return replace(self, tokens=frozenset(tokens), texts=())
 
     def require(self, config: ModelConfig) -> None:
         """Raise where a model has not such layers or heads, or a number is none."""
@@ -131,6 +126,24 @@ class Steering:
             self.emphasis.require(config)
         if self.budget is not None and not self.budget > 0.0:
             raise ValueError(f"a budget of {self.budget:g} nats per token should be above 0.")
+
+
+def _spans(tokenizer: AnyTokenizer, ids: Sequence[int]) -> tuple[str, list[int], list[int]]:
+    """The text of a prompt, and where in it each token begins and ends; neither falls.
+
+    Tokens that are bytes of one character all have the whole of it, and control tokens nothing.
+    """
+    tokenizer = TextTokenizer.wrap(tokenizer)
+    detokenizer, text = Detokenizer(tokenizer), ""
+    begins, ends = list[int](), list[int]()
+    for token in ids:
+        complete = len(ends) == len(begins)  # no byte waits for the rest of its character
+        begins.append(len(text))
+        text += detokenizer.add(token)
+        if len(text) > begins[-1] or (complete and not tokenizer.decode([token])):
+            ends += [len(text)] * (len(begins) - len(ends))
+    text += detokenizer.flush()
+    return text, begins, ends + [len(text)] * (len(begins) - len(ends))
 
 
 def stacked_vectors(

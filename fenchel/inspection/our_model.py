@@ -19,6 +19,7 @@ from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.data import TextTokenizer
 from fenchel.files import Damaged
+from fenchel.hub_cache import model_name
 from fenchel.inspection.recorder import BlockRecord, BlockRecorder, CallArguments, Override
 from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
@@ -95,7 +96,7 @@ def open_run(path: Path) -> OurModel:
     require_choice(config, str(path))
     stored = str(model.lm_head_weight.dtype).removeprefix("torch.")
     return OurModel(
-        name=path.resolve().name,
+        name=model_name(path),
         family=f"fenchel, {config.choice}",
         model=_still(model),
         tokenizer=tokenizer,

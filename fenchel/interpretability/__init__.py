@@ -6,7 +6,7 @@ from fenchel.interpretability.intervention import Site
 from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
 from fenchel.interpretability.lens_laws import Agreement, Lens, lens
 from fenchel.interpretability.patching import Patch, patch
-from fenchel.interpretability.score_parts import score_parts
+from fenchel.interpretability.score_parts import has_score_parts, score_parts
 
 __all__ = [
     "Ablation",
@@ -18,6 +18,7 @@ __all__ = [
     "Site",
     "ablate",
     "fit_lens",
+    "has_score_parts",
     "hooked",
     "lens",
     "patch",

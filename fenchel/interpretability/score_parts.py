@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import attention_weights, rotate
+from fenchel.attention import AttentionCall, attention_weights, rotate
 from fenchel.attention.rotary import Angles
 from fenchel.inspection.our_model import OurModel
 from fenchel.inspection_result import ScoreParts
@@ -74,8 +74,10 @@ def score_parts(
     call, i = recorded.calls[layer], query % T
     p_S = attention_weights(call.q, call.k, rows=[i], heads=[head - 1], **call.spec)[0, 0, 0]
     j = int(p_S.argmax()) if key is None else key % T
-    if j > i:
-        raise ValueError(f"query {i} sees the keys 0 to {i} only, and not {j}.")
+    log_S = _log_prior(call, head, i)
+    if log_S is not None and not bool(log_S[j].isfinite()):
+        seen = log_S.isfinite().nonzero().flatten().tolist()
+        raise ValueError(f"query {i} sees the keys {seen[0]} to {seen[-1]} only, and not {j}.")
     names, x_CTM = _stream_parts(transformer, recorded, layer)
     block = subject.blocks[layer - 1].block
     assert isinstance(block, Block)
@@ -101,9 +103,23 @@ def score_parts(
         parts=names,
         pairs=pairs_CC.tolist(),
         remainder=score - mean - float(pairs_CC.sum()),
-        prior=_prior(recorded, layer, head, i, j, p_S),
+        prior=None if log_S is None else _above_mean(log_S, j, p_S),
         softcap=call.spec.softcap,
     )
+
+
+def has_score_parts(model: Model) -> bool:
+    """Whether ``score_parts`` takes the scores of a model apart.
+
+    >>> from fenchel.model import ModelConfig
+    >>> has_score_parts(Transformer(ModelConfig(vocabulary=16, sinks=True)))
+    False
+    """
+    try:
+        hooked(_transformer(model))
+    except ValueError:
+        return False
+    return True
 
 
 def _transformer(model: Model) -> Transformer:
@@ -183,24 +199,27 @@ def _frozen(norm: nn.Module, x: Tensor) -> Tensor:
     assert isinstance(norm, RMSNorm | nn.LayerNorm)
     centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
     r = (centred.sum(0).square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    gain = norm.weight if isinstance(norm, nn.LayerNorm) else norm.gain
-    y = centred * r * gain.double()
+    y = centred * r
+    if norm.elementwise_affine:
+        y = y * (norm.weight if isinstance(norm, nn.LayerNorm) else norm.gain).double()
     if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
         y[-1] += norm.bias.double()
     return y
 
 
-def _prior(
-    recorded: RecordedPass, layer: int, head: int, i: int, j: int, p_S: Tensor
-) -> float | None:
-    """The log-prior of key j less its mean, where it is more than a mask."""
-    q, k, _, spec = recorded.calls[layer]
+def _log_prior(call: AttentionCall, head: int, i: int) -> Tensor | None:
+    """log u (S,) of the keys of query i, in float64; -inf where it does not see one."""
+    q, k, _, spec = call
     if spec.prior is None:
         return None
     T, S = q.shape[2], k.shape[2]
     rows = {"rows": slice(i, i + 1), "device": q.device}
     log_S = spec.prior.log(T, S, B=1, H=q.shape[1], **rows)  # type: ignore[arg-type]
-    log_S = log_S.expand(1, q.shape[1], 1, S)[0, head - 1, 0].double()
+    return log_S.expand(1, q.shape[1], 1, S)[0, head - 1, 0].double()
+
+
+def _above_mean(log_S: Tensor, j: int, p_S: Tensor) -> float | None:
+    """The log-prior of key j less its mean, where it is more than a mask."""
     finite = log_S.isfinite()
     if not bool((log_S[finite] != 0.0).any()):
         return None

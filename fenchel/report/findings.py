@@ -30,10 +30,13 @@ def findings(result: Inspection) -> list[str]:
     return [_reading(result), _sensitivity(result), _outstanding(result)]
 
 
-def next_command(result: Inspection, directory: str | Path) -> str:
-    """The command that explains the sharpest head."""
+def next_command(
+    result: Inspection, directory: str | Path, text: str, max_tokens: int | None = None
+) -> str:
+    """The command that explains the sharpest head, on the same tokens of ``text``."""
     head = _sharpest(result.heads)
-    words = ["fenchel", "inspect", str(directory), "--text", result.text]
+    words = ["fenchel", "inspect", str(directory), "--text", text]
+    words += [] if max_tokens is None else ["--max-tokens", str(max_tokens)]
     return shlex.join([*words, "--why", f"{head.layer}.{head.head}"])
 
 

@@ -23,6 +23,7 @@ T tokens, M width of the stream.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,10 @@ class Direction:
     """How it was made."""
     weights: str = ""
     """The fingerprint of the model that it was made with."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.strength):
+            raise ValueError(f"a strength of {self.strength:g} is not finite.")
 
     def at(self, strength: float) -> "Direction":
         """The same direction at another strength."""

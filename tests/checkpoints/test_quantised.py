@@ -223,7 +223,7 @@ HOSTILE: dict[str, tuple[Callable[[Stored, dict[str, Any]], Any], str]] = {
     "a scale without numbers": (lambda w, _: w.pop(NAME), "lacks|no place for"),
     "a scale of another shape": (
         lambda w, _: w.update({f"{NAME}_scale_inv": torch.ones(3, 3)}),
-        "does not divide",
+        "is not one number per block",
     ),
     "a scale of integers": (
         lambda w, _: w.update({f"{NAME}_scale_inv": torch.ones(4, 3, dtype=torch.int32)}),
@@ -231,7 +231,7 @@ HOSTILE: dict[str, tuple[Callable[[Stored, dict[str, Any]], Any], str]] = {
     ),
     "numbers of another shape": (
         lambda w, _: w.update({NAME: w[NAME][:64].contiguous()}),
-        "does not divide|has shape",
+        "is not one number per block|has shape",
     ),
     "three axes": (lambda w, _: w.update({NAME: w[NAME][None].contiguous()}), "without a scale"),
     "no settings": (lambda _, c: c.pop("quantization_config"), "no quantization_config says"),
@@ -251,6 +251,10 @@ HOSTILE: dict[str, tuple[Callable[[Stored, dict[str, Any]], Any], str]] = {
     "blocks of no size": (
         lambda _, c: c["quantization_config"].update(weight_block_size=[0, 20]),
         "should be two sizes",
+    ),
+    "blocks of another size": (
+        lambda _, c: c["quantization_config"].update(weight_block_size=[64, 40]),
+        r"is not one number per block of \[64, 40\]",
     ),
     "huge blocks": (
         lambda _, c: c["quantization_config"].update(weight_block_size=[2**40, 1]),

@@ -28,6 +28,7 @@ from fenchel.generation import Conversation, Decoder, GenerationSettings, Reques
 from fenchel.generation import conversation as conversation_module
 from fenchel.generation.generate import updates
 from fenchel.model import ModelConfig, Transformer
+from fenchel.steering.direction import Direction, weights_fingerprint
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -304,6 +305,25 @@ def test_attention_of_the_last_answer(talk: Talker) -> None:
     assert fewer.err == f"The first 2 of {len(rows)} tokens.\n"
     for wrong in (["/attention"], ["My name is Ada.", "/attention -1"]):
         assert talk(*wrong).code == 2
+
+
+def test_attention_of_a_steered_answer_is_that_of_the_steered_model(
+    checkpoint: Path, talk: Talker, tmp_path: Path
+) -> None:
+    """A token that greedy decoding has taken is the likeliest of the law that is shown."""
+    model, file = load(checkpoint).model, tmp_path / "d.safetensors"
+    made = torch.randn(model.config.width, generator=torch.Generator().manual_seed(0))
+    Direction(vectors={1: made}, strength=6.0, weights=weights_fingerprint(model)).save(file)
+    words = ["My name is Ada.", "/attention"]
+    flags = ["--steer", str(file), "--max-new-tokens", "8"]
+    shown = talk(*words, flags=flags).out
+    assert not shown.startswith("Hello Ada, how are you?")
+    table = shown[shown.index("token  ") :].splitlines()[1:]
+    assert {row[14:].split()[1] for row in table[: table.index("")]} == {"1"}
+    assert "before --token-kl" in talk(*words, flags=[*flags, "--token-kl", "9"]).err
+    refused = talk(*words, flags=["--emphasise", "Ada"])
+    assert refused.code == 2
+    assert "--emphasise is not traced" in refused.err
 
 
 def test_the_oldest_turns_are_left_out_of_a_full_context_with_a_sentence(

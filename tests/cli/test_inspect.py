@@ -1,6 +1,7 @@
 """fenchel inspect on a run directory: what is printed, what is written, and what is refused."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,23 @@ def test_why_a_head_attends_where_it_does(
     for given, sentence in (("2", "takes LAYER.HEAD"), ("9.1", "no layer 9"), ("1.1:3:5", "sees")):
         assert main(words(run_directory, text_file, "--json", "--why", given)) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_the_next_command_runs_where_there_is_one(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = ["--no-blocks", "--out", str(tmp_path / "page.html")]
+    assert main(words(run_directory, text_file, *more)) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("Next"))
+    assert main([*command[1:], *more]) == 0
+    assert "why head" in capsys.readouterr().out
+    monkeypatch.setattr("fenchel.interpretability.has_score_parts", lambda _: False)
+    assert main(words(run_directory, text_file, *more)) == 0
+    assert "Next" not in capsys.readouterr().out
 
 
 def test_json_is_one_object_and_writes_nothing(
@@ -157,6 +175,6 @@ def test_a_file_that_is_no_page_of_ours_is_never_written_over(
 def test_numbers_are_read_as_people_write_them() -> None:
     assert numbers(None, "--layers") is None
     assert numbers("2, 4-6", "--layers") == [2, 4, 5, 6]
-    for wrong in ("", "a", "3-", "-2", "1-99999999"):
+    for wrong in ("", "a", "3-", "-2", "1-99999999", "3-1"):
         with pytest.raises(ValueError, match="--layers"):
             numbers(wrong, "--layers")

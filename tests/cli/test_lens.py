@@ -141,6 +141,7 @@ def test_a_model_of_one_layer_has_its_own_law(
         (["--kind", "logit", "--save", "x"], "--kind logit fits no lens"),
         (["--stretches", "0"], "should be 1 or more"),
         (["--fit", "missing.txt"], "there is no text"),
+        (["--fit", "short.txt"], "--fit short.txt has fewer tokens than a stretch of"),
         (["--max-tokens", "1"], "should be 2 or more"),
     ],
 )
@@ -157,6 +158,7 @@ def test_bad_input_gets_a_sentence(
     model = Transformer(ModelConfig(vocabulary=300, width=16, layers=3, heads=2, context=32))
     fit_lens(model, [[1, 2, 3, 4]], skip=1).save("other")
     torch.save({"J": {}}, "pickle.pt")
+    Path("short.txt").write_text("peace")
     assert run(checkpoint, text_file, "--json", *words) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
     assert not Path("x").exists()

@@ -38,6 +38,7 @@ def test_two_prompts_are_compared_and_a_page_is_written(
         ([CLEAN, CORRUPT, "--sites", "w"], "no part 'w'"),
         ([CLEAN, CORRUPT, "--exact", "0"], "should be 1 or more"),
         ([CLEAN, CORRUPT, "--answer", "peace", "--against", "peace"], "are the same"),
+        ([CLEAN, CORRUPT, "--answer", " "], "a word is empty"),
     ],
 )
 def test_bad_input_gets_a_sentence(

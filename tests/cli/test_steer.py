@@ -69,6 +69,8 @@ def test_words_are_raised(
         (["--toward", "t"], "give --toward FILE and --away FILE"),
         (["--word", "peace", "--kl", "3"], "at most 1 nats"),
         (["--word", "peace", "--layer", "9"], "there is no layer 9"),
+        (["--word", ""], "a word is empty"),
+        (["--word", "peace", "--max-tokens", "1"], "--max-tokens 1 should be 2 or more"),
         (["--toward", "missing", "--away", "missing"], "missing"),
     ],
 )

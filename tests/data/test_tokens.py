@@ -54,6 +54,22 @@ def test_decoding_gives_back_what_was_encoded(tokenizer: TextTokenizer, text: st
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_word_begins_as_within_a_text() -> None:
+    # Llama 2: a space before every text, so that " cat" alone begins with a token of two spaces.
+    characters = {name: n for n, name in enumerate(["<unk>", "▁", *"acost,"])}
+    merges = [("c", "a"), ("ca", "t"), ("▁", "cat"), ("c", "o"), ("co", "t"), ("▁", "cot")]
+    vocabulary = characters | {"".join(pair): n for n, pair in enumerate(merges, len(characters))}
+    library = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer = TextTokenizer(library)
+    for word in ("cat", " cot "):
+        assert tokenizer.id_to_token(tokenizer.word_start(word)) == f"▁{word.strip()}"
+    with pytest.raises(ValueError, match="a word is empty"):
+        tokenizer.word_start(" ")
+
+
 @given(st.one_of(anything, spellings))
 def test_no_text_becomes_a_control_token(tokenizer: TextTokenizer, text: str) -> None:
     assert {tokenizer.end_id, tokenizer.pad_id}.isdisjoint(tokenizer.encode(text))

@@ -1,5 +1,6 @@
 """fenchel/generation/steering.py: rows with vectors, emphasis and budgets of their own."""
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention.spec import AttentionCall
+from fenchel.data import train_tokenizer
 from fenchel.generation import (
     Decoder,
     Emphasis,
@@ -273,6 +275,26 @@ def test_a_word_that_neither_law_allows_stays_forbidden() -> None:
     law = within_budget(z.flip(0) + torch.tensor([[2.0, 0.0, 0.0]]), z, torch.tensor([0.01]))
     assert law[0, 2] == -torch.inf
     assert bool(law[0, :2].isfinite().all())
+
+
+def test_words_are_found_with_all_bytes_of_their_characters() -> None:
+    tokenizer = train_tokenizer(["war and peace " * 9], 270)
+    end = tokenizer.end_id
+    ids = [end, *tokenizer.encode("war"), end, *tokenizer.encode(" 🎉é peace"), end]
+    texts = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]  # of the first n tokens
+    assert texts[-1] == "war 🎉é peace"
+    for words in ("🎉", "é", "🎉é", "r", "ar 🎉", "peace", " ", "e"):
+        found = Emphasis(texts=(words,)).found_in(tokenizer, ids).tokens
+        expected = set[int]()
+        for start in (m.start() for m in re.finditer(re.escape(words), texts[-1])):
+            whole = [len(text.rstrip("\ufffd")) for text in texts]  # characters that are complete
+            first = next(n for n, w in enumerate(whole) if w > start) - 1
+            while whole[first] == start and texts[first].endswith("\ufffd"):
+                first -= 1  # bytes of the same character
+            last = next(n for n, w in enumerate(whole) if w >= start + len(words)) - 1
+            expected |= set(range(first, last + 1))
+        assert found == expected, words
+    assert not found & {0, len(ids) - 1}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fenchel.attention import AttentionCall, attention_weights
-from fenchel.interpretability.score_parts import score_parts
+from fenchel.interpretability.score_parts import has_score_parts, score_parts
 from fenchel.model import Transformer
 from tests.interpretability.conftest import build, draw
 
@@ -32,6 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ALiBi": {"positions": "alibi"},
     "sigma": {"sigma_reparam": True},
     "shared blocks": {"distinct_layers": 1},
+    "norms without parameters": {"norm_parameters": "none"},
+    "layer norm without parameters": {"norm": "layer", "norm_parameters": "none"},
+    "layer norm without a bias": {"norm": "layer", "norm_parameters": "gain"},
+    "a gate": {"gate": "head", "beta": 1.5},
 }
 
 
@@ -122,3 +126,6 @@ def test_bad_input_gets_a_sentence() -> None:
         score_parts(build(scores="l2", kv_heads=2), ids, 1, 1)
     with pytest.raises(ValueError, match="no stream"):
         score_parts(build(sinks=True), ids, 1, 1)
+    assert not has_score_parts(build(sinks=True))
+    with pytest.raises(ValueError, match="query 7 sees the keys 4 to 7 only, and not 3"):
+        score_parts(build(windows=(4,)), ids, 1, 1, 7, 3)

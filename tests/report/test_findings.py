@@ -79,5 +79,8 @@ def test_what_stands_out_comes_third(changes: dict[str, Any], sentence: str) -> 
 
 
 def test_the_next_command_can_be_typed() -> None:
-    found = next_command(result(head(1, 1), head(4, 2, effective=spread(1.0))), Path("my run"))
-    assert found == "fenchel inspect 'my run' --text 'my text.txt' --why 4.2"
+    inspected = result(head(1, 1), head(4, 2, effective=spread(1.0)))
+    found = next_command(inspected, Path("my run"), "a b/my text.txt")
+    assert found == "fenchel inspect 'my run' --text 'a b/my text.txt' --why 4.2"
+    found = next_command(inspected, Path("my run"), "sotu", 12)
+    assert found == "fenchel inspect 'my run' --text sotu --max-tokens 12 --why 4.2"

@@ -221,6 +221,8 @@ def spoil(path: Path, how: str) -> Transformer:
             about["operation"] = "project"
         case "strength":
             about["strength"] = "much"
+        case "endless":
+            about["strength"] = "inf"
         case "pickle":
             torch.save(tensors, path)
             return model
@@ -242,6 +244,7 @@ def spoil(path: Path, how: str) -> Transformer:
         ("dtype", "float32"),
         ("operation", "added after blocks"),
         ("strength", "no strength"),
+        ("endless", "a strength of inf is not finite"),
         ("pickle", "not a safetensors file"),
         ("link", "not a plain file"),
     ],
