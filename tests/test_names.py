@@ -53,7 +53,6 @@ ELSEWHERE = {
     "report/inspection_blocks": "report/test_inspection_page.py",
     "report/inspection_heads": "report/test_inspection_page.py",
     "report/summary": "report/test_run_page.py",
-    "sensitivity/decision_attack": "sensitivity/test_decision.py",
     "sensitivity/perturbation": "sensitivity/test_attention_ball.py",
     "sensitivity/bounds/covariance": "sensitivity/test_bounds_attention.py",
     "sensitivity/bounds/feedforward": "sensitivity/test_bounds_layers.py",
