@@ -567,7 +567,8 @@ def test_the_child_ends_with_its_template_and_ctrl_c_does_not_reach_it() -> None
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     del template
     gc.collect()
-    assert child.returncode == -signal.SIGKILL  # waited for: no zombie
+    # Waited for, so no zombie: killed, or ended by itself since its pipe was closed first.
+    assert child.returncode in (-signal.SIGKILL, 0)
 
 
 def test_the_child_ends_when_the_parent_has_gone() -> None:
