@@ -157,7 +157,7 @@ def difference_of_means(
     """
     require_layer(model, layer)
     means = [_mean_stream(model, texts, layer) for texts in (toward, away)]
-    counts = f"{len(toward)} texts against {len(away)}"
+    counts = f"{len(toward)} text{'s' * (len(toward) > 1)} against {len(away)}"
     return Direction(
         vectors={layer: means[0] - means[1]},
         about=f"difference of means over the tokens of {counts}, after layer {layer}",
@@ -190,7 +190,7 @@ def word_direction(
         raise ValueError(f"the stream after layer {layer} does not move the logits of these words.")
     return Direction(
         vectors={layer: gradient_M * (length / gradient_M.norm())},
-        about=f"logits of {len(words)} words pulled back to layer {layer}",
+        about=f"logits of {len(words)} word{'s' * (len(words) > 1)} pulled back to layer {layer}",
         weights=weights_fingerprint(model),
     )
 

@@ -58,7 +58,7 @@ def test_words_are_raised(
     out = tmp_path / "w.safetensors"
     assert steer(run_directory, text_file, out, "--word", "peace", "--against", "trade") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "logits of 1 words pulled back to layer 1" in said
+    assert "logits of 1 word pulled back to layer 1" in said
     assert f"--steer {out}" in said
 
 
