@@ -367,7 +367,7 @@ class Scheduler:
         active, columns = len(self.jobs), self.decoder.columns
         bucket = self._step() if self.jobs else 0
         if not self.jobs:
-            self._launched = None  # the tokens of requests that have ended
+            self._launched = self._settings = None  # of requests that have ended
         ended = time.monotonic()
         return TurnFacts(
             bucket,
