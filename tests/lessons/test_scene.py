@@ -10,6 +10,7 @@ import cmath
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -222,7 +223,14 @@ def test_a_state_is_shared_by_its_address(browser: Browser, page_of: Callable[[s
     page = page_of("l12_lipschitz.double_cone")
     browser.open(page)
     browser.drag(browser.find("[data-handle=limit]"), 0, 60)
-    browser.until(lambda: "#" in browser.driver.current_url)
+
+    def settled() -> bool:
+        """The address follows the state at most ten times a second."""
+        before = browser.driver.current_url
+        time.sleep(0.5)
+        return "#" in before and before == browser.driver.current_url
+
+    browser.until(settled)
     said = browser.find("[data-handle=limit]").get_attribute("aria-valuetext")
     address = browser.driver.current_url
     browser.driver.get("about:blank")
