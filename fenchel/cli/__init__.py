@@ -203,8 +203,8 @@ def _dispatch(argv: list[str] | None) -> int:
         return _error(f"memory ran out ({shortage}); {advice}.", 2)
     except KeyboardInterrupt as error:
         signal, *sentence = error.args or (SIGINT,)
-        told = sentence or ["stopped at once; what was saved before is unchanged."]
-        return _error(told[0], 128 + signal)
+        reason = sentence or ["stopped at once; what was saved before is unchanged."]
+        return _error(reason[0], 128 + signal)
     return code if isinstance(code, int) else 0
 
 

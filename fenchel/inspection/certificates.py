@@ -25,7 +25,7 @@ with norm layers, plain or gated MLP and residual branches as layers of fenchel.
 ball is then about the stream.
 
 Both ends are computed in float64; the ascent is in float64 unless another dtype is given. T
-tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
+tokens, M width of the stream, H heads, G heads of keys and values, D width per head.
 """
 
 import math

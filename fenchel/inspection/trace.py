@@ -7,7 +7,7 @@ returns a ``ForwardTrace``: for every block its input and output, the block as a
 residual stream alone, the attention call it made, the inputs of its norm layers and its two
 branches. The measurements read the trace and do not depend on the kind of model.
 
-T tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
+T tokens, M width of the stream, H heads, G heads of keys and values, D width per head.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from fenchel.data import TextTokenizer, open_text
 from fenchel.files import Notice
 
 DEFAULT_TOKENS = 1024
-"""Tokens that a model reads at most unless told otherwise: a context may have a million."""
+"""Tokens that a model reads at most unless a number is given: a context may have a million."""
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
 
@@ -170,7 +170,7 @@ def tokenize_text(
         if len(ids) > limit:
             break
     if len(ids) > limit and limit != max_tokens:
-        why = f"all that {model.name} takes" if limit == model.context else "unless told otherwise"
+        why = f"all that {model.name} takes" if limit == model.context else "by default"
         warnings.warn(
             f"The first {limit:,} tokens of {source} are read, {why}; --max-tokens takes "
             f"{'fewer' if limit == model.context else 'another number'}.",

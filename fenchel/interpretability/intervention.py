@@ -20,7 +20,7 @@ part is then zero on the training text, so the estimates of removing a part canc
 positions although the part is needed. The rank of a site is there |estimate| + spread, with spread
 the root of the sum of the squares of what the positions contribute to it.
 
-B rows, T tokens, M width of the stream, H heads, G heads of keys and values, D width of a head.
+B rows, T tokens, M width of the stream, H heads, G heads of keys and values, D width per head.
 """
 
 from collections import defaultdict

@@ -20,7 +20,7 @@ Pairs cancel: the sum of their absolute values is often several times their sum,
 deep models are worse. So parts are whole branches, in the order of the layers; the sums over one
 side (``by_query``, ``by_key``) are what a person reads first.
 
-C parts, T tokens, M width of the stream, H heads, G heads of keys, D width of a head.
+C parts, T tokens, M width of the stream, H heads, G heads of keys, D width per head.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ of a forward pass is a part of err_s. So is that of D_s, relative to the sums of
 its terms, and that of the products T. Eigenvalues and sums of positive terms are enlarged by _GROW.
 Where terms cancel (centred scores, Gram matrices of the MLP) the error is added as a number.
 
-Shapes: n tokens, d width, H heads, D width of a head, F width of the MLP, V logits, S stages.
+Shapes: n tokens, d width, H heads, D width per head, F width of the MLP, V logits, S stages.
 """
 
 import math

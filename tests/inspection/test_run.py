@@ -134,7 +134,7 @@ def test_max_tokens_cuts_a_text_without_a_notice(
         tokenize_text(subject, str(text), 1)
     monkeypatch.setattr(trace, "DEFAULT_TOKENS", 10)
     for context in (None, 48, 10**6):  # a stated context may be far more than anybody computes with
-        with pytest.warns(Notice, match="The first 10 tokens .* unless told otherwise"):
+        with pytest.warns(Notice, match="The first 10 tokens .* by default"):
             assert len(tokenize_text(replace(subject, context=context), str(text)).ids) == 10
 
 
