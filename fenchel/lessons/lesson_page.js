@@ -19,6 +19,7 @@ const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 // ---- controls and stored states; the address has what differs from the first positions
 
+const inAddress = ([name]) => !document.querySelector(`[data-scene="${CSS.escape(name)}"]`); // a scene begins at its first state
 const at = Object.fromEntries(Object.entries(data.controls).map(([name, control]) => [name, control.start]));
 let pieces = null;
 
@@ -61,15 +62,16 @@ function move(positions) {
 }
 function read() {
 	const given = new URLSearchParams(location.hash.slice(1)), positions = {};
-	for (const [name, control] of Object.entries(data.controls)) {
-		const found = given.has(name) ? control.labels.indexOf(given.get(name)) : -1;
+	for (const [name, control] of Object.entries(data.controls).filter(inAddress)) {
+		const kept = control.labels[0] === "" ? progress.of(data.name).prediction : undefined; // a prediction: nothing is chosen at first
+		const found = control.labels.indexOf(given.get(name) ?? kept);
 		positions[name] = found < 0 ? control.start : found;
 	}
 	return positions;
 }
 function write() {
 	const kept = new URLSearchParams();
-	for (const [name, control] of Object.entries(data.controls)) if (at[name] !== control.start) kept.set(name, control.labels[at[name]]);
+	for (const [name, control] of Object.entries(data.controls).filter(inAddress)) if (at[name] !== control.start) kept.set(name, control.labels[at[name]]);
 	try {
 		history.replaceState(null, "", String(kept) ? `#${kept}` : location.pathname + location.search);
 	} catch { /* a browser limits how often: the next change writes it */ }
@@ -78,7 +80,15 @@ document.addEventListener("input", (event) => {
 	const { control } = event.target.dataset;
 	if (control === undefined) return;
 	move({ [control]: +event.target.value });
+	if (event.target.type === "radio") progress.patch(data.name, { prediction: data.controls[control].labels[at[control]] });
 	write();
+});
+addEventListener("message", ({ source, data: sent }) => { // a scene was moved (share in scene.js); its labels are states
+	const frame = [...document.querySelectorAll("[data-scene]")].find((each) => each.contentWindow === source);
+	if (!frame || !sent?.state) return;
+	const name = frame.dataset.scene, same = (label) => Object.entries(JSON.parse(label)).every(([part, value]) => sent.state[part] === value);
+	const found = data.controls[name].labels.findIndex(same);
+	if (found >= 0) move({ [name]: found });
 });
 addEventListener("hashchange", () => move(read()));
 
@@ -204,29 +214,15 @@ function heatChart(chart, W) {
 	return [svg];
 }
 
-// ---- exercise and progress, kept in this browser
+// ---- the exercise; ladder.js keeps what the reader does
 
-const store = {
-	read(key, otherwise) {
-		try {
-			return JSON.parse(localStorage.getItem(`fenchel.${key}`)) ?? otherwise;
-		} catch {
-			return otherwise;
-		}
-	},
-	write(key, value) {
-		try {
-			localStorage.setItem(`fenchel.${key}`, JSON.stringify(value));
-		} catch { /* storage is switched off: the page works without */ }
-	},
-};
 const exercise = document.querySelector(".exercise");
 if (exercise) {
-	const [code, hint, done] = ["textarea", ".hint", "input[type=checkbox]"].map((each) => exercise.querySelector(each)), hints = [...exercise.querySelectorAll(".hints li")];
-	code.value = store.read(`code.${data.name}`, code.value);
-	code.addEventListener("input", () => store.write(`code.${data.name}`, code.value));
+	const [code, hint, done, following] = ["textarea", ".hint", "input[type=checkbox]", ".following"].map((each) => exercise.querySelector(each)), hints = [...exercise.querySelectorAll(".hints li")];
+	code.value = progress.of(data.name).code || code.value;
+	code.addEventListener("input", () => progress.patch(data.name, { code: code.value }));
 	const open = () => {
-		const shown = clamp(store.read(`hints.${data.name}`, 0), 0, hints.length);
+		const shown = clamp(progress.of(data.name).hints, 0, hints.length);
 		hints.forEach((each, i) => {
 			each.hidden = i >= shown;
 		});
@@ -234,21 +230,19 @@ if (exercise) {
 			hint.disabled = shown === hints.length;
 			hint.textContent = shown === hints.length ? "No more hints" : `A hint (${shown + 1} of ${hints.length})`;
 		}
+		done.checked = progress.of(data.name).solved;
+		following.hidden = !done.checked;
 	};
 	hint?.addEventListener("click", () => {
-		store.write(`hints.${data.name}`, store.read(`hints.${data.name}`, 0) + 1);
+		progress.patch(data.name, { hints: progress.of(data.name).hints + 1 });
+		open();
+	});
+	done.addEventListener("change", () => {
+		progress.patch(data.name, { solved: done.checked });
 		open();
 	});
 	open();
-	done.checked = store.read("solved", []).includes(data.name);
-	done.addEventListener("change", () => {
-		const others = store.read("solved", []).filter((name) => name !== data.name);
-		store.write("solved", done.checked ? [...others, data.name] : others);
-	});
 }
-for (const mark of document.querySelectorAll("[data-solved]")) mark.hidden = !store.read("solved", []).includes(mark.dataset.solved);
-const count = document.getElementById("count");
-if (count) count.textContent = `${document.querySelectorAll("[data-solved]:not([hidden])").length} of ${document.querySelectorAll("[data-solved]").length} exercises solved in this browser.`;
 
 // ---- frames are as tall as what they hold
 

@@ -158,10 +158,11 @@ function drawNext() {
 	const row = bar(`${(model.V - said.length).toLocaleString("en")} others`, Math.max(0, rest), Math.max(0, rested), "div");
 	row.classList.add("rest");
 	$("next").append(row);
-	const followed = state.next ?? largest(before, 1)[0];
-	$("said").textContent = state.cuts.length
-		? `With ${state.cuts.length === 1 ? "the line" : `${state.cuts.length} lines`} cut, “${piece(followed)}” goes from ${fixed(before[followed])} to ${fixed(after[followed])}. Red marks: before the cut.`
-		: "Click a token to see its logit below; a double click writes it.";
+	$("said").textContent = state.cuts.length ? `${cutEffect()} Red marks: before the cut.` : "Click a token to see its logit below; a double click writes it.";
+}
+function cutEffect() {
+	const followed = state.next ?? largest(before, 1)[0], lines = state.cuts.length === 1 ? "the line" : `${state.cuts.length} lines`;
+	return `With ${lines} cut, “${piece(followed)}” goes from ${fixed(before[followed])} to ${fixed(after[followed])}.`;
 }
 function bar(name, value, mark, kind) {
 	const fill = node("i"), track = node("span", { class: "track" }, fill);
@@ -343,7 +344,7 @@ function drawSteps() {
 		text(`The ${state.map} of all ${chosen + 1} scores; temperature ${fixed(state.T, 2)}. The weights sum to 1${zeros ? `, and ${zeros} of them ${zeros === 1 ? "is" : "are"} exactly 0` : ""}.`),
 		before, ...weight,
 		terms(`All ${chosen + 1} weights`, ["token", "z", "x", "weight"], () => head.p.map((value, j) => [`${j + 1} ${piece(ids[j])}`, fixed(head.z[j], 4), head.x[j] === -Infinity ? "−∞" : fixed(head.x[j], 4), fixed(value, 5)])),
-		cutter,
+		cutter, ...(state.cuts.length ? [text(cutEffect())] : []),
 	);
 	const values = (j) => model.v[l][j * M + from], two = largest(head.p, 2).sort((a, b) => a - b);
 	step(

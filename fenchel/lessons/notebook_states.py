@@ -1,12 +1,13 @@
 """The outputs of a notebook at every position of its controls.
 
-A notebook is a graph of cells. A cell depends on the controls (sliders, menus, radio buttons) that
-it or a cell before it reads, and on nothing else, so its output is a function of their positions.
+A notebook is a graph of cells. A cell depends on the controls (sliders, menus, radio buttons,
+scenes with stops) that it or a cell before it reads, and on nothing else, so its output is a
+function of their positions.
 ``Notebook.outputs`` tabulates it: with n_1, ..., n_k positions of the k controls of a cell, n_1 ...
 n_k outputs, the last control running fastest. A cell is executed once per position of *its own*
 controls, whatever the cells after it need.
 
-    notebook = Notebook("l07_softmax")
+    notebook = Notebook("softmax")
     notebook.controls["temperature"].labels      ["0.1", "0.2", ...]
     notebook.cells[7].controls                   ("temperature", "third")
     notebook.outputs(notebook.cells[7])          143 outputs
@@ -16,6 +17,7 @@ form of an exercise, stay at their first values. Cells, their order and their co
 parts of marimo that are not documented, in ``Notebook`` alone.
 """
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
@@ -26,13 +28,15 @@ from typing import Any, NamedTuple
 import marimo as mo
 from marimo._runtime.control_flow import MarimoStopError
 
+from fenchel.lessons.scene import Scene
+
 MOST_STATES = 2000
 """Outputs of one cell, a limit against a control that was forgotten."""
 _MENU = "picker"
 
 
 class Control(NamedTuple):
-    """A slider, a menu or radio buttons."""
+    """A slider, a menu, radio buttons, or a scene with stops."""
 
     element: Any
     values: Sequence[Any]
@@ -60,6 +64,7 @@ class Notebook:
     """A lesson with all positions of its controls."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.module = import_module(f"fenchel.lessons.notebooks.{name}")
         app: Any = self.module.app
         app._maybe_initialize()
@@ -180,4 +185,8 @@ def _control(value: Any) -> Control | None:
         if value.value is None:  # nothing is chosen at first
             values, labels = [None, *values], ["", *labels]
         return Control(value, values, labels, values.index(value.value))
+    if isinstance(value, Scene) and value.stops is not None:
+        places = [dict(zip(value.stops, at, strict=True)) for at in product(*value.stops.values())]
+        states = [json.dumps({**value.state, **place}) for place in places]
+        return Control(value, states, list(map(json.dumps, places)), states.index(value.value))
     return None

@@ -10,10 +10,13 @@ script and style. A frame of marimo shows it, and the drawing never waits for Py
 sends the state to a hidden text field beside the frame (``share`` in scene.js), and the cells that
 use ``state`` run again. The cell that makes a scene must not depend on it, or its frame would be
 loaded anew under the reader's finger.
+
+A scene whose handles stand at few places says which (``stops``). The web edition then stores what
+the cells after it show at each of them; after any other scene they stay at its first state.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 from typing import Any
@@ -33,7 +36,8 @@ _PAGE = Template("""<!doctype html>
 <style>$style</style>
 </head>
 <body>
-<noscript>This picture is drawn by a script, and scripts are disabled.</noscript>
+<noscript>This part of the page needs its script, and scripts are disabled.</noscript>
+$body
 <script type="application/json" id="data">$data</script>
 <script>$script</script>
 </body>
@@ -45,25 +49,42 @@ def scene_page(name: str, state: Mapping[str, Any], data: Mapping[str, Any]) -> 
     """The page of a scene: one file that draws from ``data``, with its handles at ``state``."""
     script = "\n".join(
         [
-            *(read_asset(file, "fenchel.lessons") for file in ("maps.js", "scene.js")),
-            'const DATA = JSON.parse(document.getElementById("data").textContent);\nfit();',
+            'const DATA = JSON.parse(document.getElementById("data").textContent);',
             read_asset(f"scenes/{name}.js", "fenchel.lessons"),
         ]
     )
-    style = read_asset("colours.css") + read_asset("scene.css", "fenchel.lessons")
+    style = read_asset("scene.css", "fenchel.lessons")
+    return frame_page(name, style=style, script=script, data={**data, "state": dict(state)})
+
+
+def frame_page(name: str, *, body: str = "", style: str, script: str, data: Any) -> str:
+    """A page for a frame of a lesson, as high as its content; the script reads the data."""
+    files = (read_asset(file, "fenchel.lessons") for file in ("maps.js", "scene.js"))
+    script = "\n".join([*files, "fit();", script])
+    style = read_asset("colours.css") + style
     return _PAGE.substitute(
         policy=policy(script=script, style=style),
         title=escape(name.replace("_", " ")),
         style=style,
         script=script,
-        data=data_block({**data, "state": dict(state)}),
+        body=body,
+        data=data_block(data),
     )
 
 
 class Scene(mo.ui.text):
     """A scene by the name of its script, with its first state and the values that it draws."""
 
-    def __init__(self, name: str, state: Mapping[str, float | str], **data: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: Mapping[str, float | str],
+        *,
+        stops: Mapping[str, Sequence[float | str]] | None = None,
+        **data: Any,
+    ) -> None:
+        self.stops = stops
+        """The values that parts of the state take, the others being constant; None is any."""
         self.page = scene_page(name, state, data)
         """The page in one file."""
         self._frame = mo.iframe(self.page)

@@ -2,6 +2,7 @@
 
     /                   the list, with what the reader has solved; ready before marimo is imported
     /model              the whole model on one screen (model_page.py)
+    /progress           what the reader has mastered; /progress/NAME takes changes of a record
     /lessons/NAME/      a lesson; until marimo is imported a page with its question, then the lesson
     /assets-of-marimo/  the files of marimo's frontend, one address for all lessons
 
@@ -28,6 +29,7 @@ alive, and the function that runs a cell.
 
 import ast
 import asyncio
+import json
 import logging
 import mimetypes
 import os
@@ -36,7 +38,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
@@ -61,7 +63,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
+from fenchel.lessons.course import COURSE, PARTS, Lesson, Record, keep, lesson, records
 from fenchel.report.html import Html, Section, document, element, join, page_header, pluralise
 from fenchel.server.guard import Guard
 
@@ -76,6 +78,8 @@ _END = 2.0
 _SWITCH = 0.0005
 """Seconds after which a thread that imports or computes lets the server answer; Python has 0.005,
 and 250 files would each wait that long, more than once."""
+_LONGEST = 100_000
+"""Bytes of a change of a record."""
 _ASSETS = "/assets-of-marimo"
 _LESSON = re.compile(rf"/lessons/({'|'.join(each.name for each in COURSE)})(/.*)?")
 
@@ -95,6 +99,8 @@ class LessonServer:
             routes=[
                 Route("/", self._index),
                 Route("/model", self._model),
+                Route("/progress", self._progress),
+                Route("/progress/{name}", self._keep, methods=["POST"]),
                 Route(_ASSETS + "/{name:path}", self._assets.response),
                 Mount("/lessons", app=self._lesson),
             ],
@@ -119,7 +125,7 @@ class LessonServer:
         self._server.run(sockets=[self.socket])
 
     async def _index(self, _: Request) -> HTMLResponse:
-        return HTMLResponse(index_page(completed()), headers=self._assets.links)
+        return HTMLResponse(index_page(records()), headers=self._assets.links)
 
     async def _model(self, _: Request) -> HTMLResponse:
         def written() -> str:  # torch takes seconds to import
@@ -127,6 +133,30 @@ class LessonServer:
             return str(pages.model_page(pages.page_links(All_lessons="/")))
 
         return HTMLResponse(await asyncio.to_thread(written))
+
+    async def _progress(self, _: Request) -> HTMLResponse:
+        def written() -> str:
+            page = import_module("fenchel.lessons.web_edition").progress_page
+            return str(page(lambda each: f"/lessons/{each.name}/", "/", records()))
+
+        return HTMLResponse(await asyncio.to_thread(written))
+
+    async def _keep(self, request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _LONGEST:
+                return PlainTextResponse("A record is not that long.", status_code=413)
+        try:
+            fields = json.loads(body)
+            if not isinstance(fields, dict):
+                raise ValueError("a record is an object of fields.")
+            await asyncio.to_thread(keep, request.path_params["name"], fields)
+        except (ValueError, RecursionError) as error:
+            return PlainTextResponse(str(error), status_code=400)
+        except OSError as error:
+            return PlainTextResponse(f"It cannot be kept: {error.strerror}.", status_code=507)
+        return Response(status_code=204)
 
     async def _lesson(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp
@@ -233,36 +263,45 @@ class LessonGuard(Guard):
         return secrets.compare_digest(token.encode(), self.token.encode())
 
 
-def index_page(solved: set[str]) -> str:
-    """The list of lessons as one page."""
+def index_page(done: Mapping[str, Record]) -> str:
+    """The list of lessons as one page, with what the reader has done."""
     minutes = sum(each.minutes for each in COURSE)
     lead = (
         f"{len(COURSE)} lessons, about {minutes // 60} hours in all. Each begins with a question: "
         "predict, move a control, read why, solve an exercise, and see the same on a trained "
         "model. Every statement is computed while you read."
     )
-    open_ = [each for each in COURSE if each.name not in solved and not each.research]
-    following = join(
-        [
-            element(
-                "a",
-                f"{'Continue' if solved else 'Begin'}: {each.title}",
-                href=f"/lessons/{each.name}/",
-            )
-            for each in open_[:1]
-        ]
+    steps = [done.get(each.name, Record()).steps for each in COURSE]
+    open_ = [
+        each
+        for each, step in zip(COURSE, steps, strict=True)
+        if not (step["code"] or (step["pencil"] and step["choice"]) or each.research)
+    ]
+    begun = any(any(step.values()) for step in steps)
+    following = [
+        element(
+            "a",
+            f"{'Continue' if begun else 'Begin'}: {each.title}",
+            href=f"/lessons/{each.name}/",
+        )
+        for each in open_[:1]
+    ]
+    count = {kind: sum(step[kind] for step in steps) for kind in Record().steps}
+    sentence = (
+        f"{count['code']} of {len(COURSE)} exercises solved. Without code: "
+        f"{pluralise(count['prediction'], 'prediction')}, "
+        f"{pluralise(count['pencil'], 'question')} by pencil, {count['choice']} by choice. "
     )
-    done = element(
-        "p", f"{len(solved)} of {len(COURSE)} exercises solved. ", following, class_="note"
-    )
-    header = page_header("· lessons", "Attention, from slopes to scores", lead, below=done)
+    mastered = element("a", "What you have mastered", href="/progress")
+    note = element("p", sentence, join([*following, mastered], " · "), class_="note")
+    header = page_header("· lessons", "Attention, from slopes to scores", lead, below=note)
     sections = [
         model_section("/model"),
         *(
             Section(
                 anchor=f"part-{number}",
                 title=title,
-                body=join([_entry(each, each.name in solved) for each in lessons]),
+                body=join([_entry(each, done.get(each.name, Record())) for each in lessons]),
             )
             for number, (title, lessons) in enumerate(PARTS.items(), start=1)
         ),
@@ -288,10 +327,9 @@ def model_section(address: str) -> Section:
 
 def waiting_page(each: Lesson) -> str:
     """What a lesson shows before marimo is imported, without its end."""
-    number = COURSE.index(each) + 1
     header = join(
         [
-            element("p", f"Lesson {number} of {len(COURSE)}", class_="over"),
+            element("p", f"Lesson {each.number}", class_="over"),
             element("h1", each.title),
             element("p", each.question, class_="lead"),
             element("p", "The lesson opens in a few seconds.", class_="note"),
@@ -302,22 +340,23 @@ def waiting_page(each: Lesson) -> str:
 
 def lesson_facts(each: Lesson) -> str:
     """Minutes, and what to read before."""
-    needs = ", ".join(str(COURSE.index(lesson(name)) + 1) for name in each.needs)
+    needs = ", ".join(str(lesson(name).number) for name in each.needs)
     facts = f"{each.minutes} minutes" + (
         f" · after {pluralise(len(each.needs), 'lesson').split()[1]} {needs}" if needs else ""
     )
     return facts + (" · research, not needed for the other lessons" if each.research else "")
 
 
-def _entry(each: Lesson, solved: bool) -> Html:
-    number = COURSE.index(each) + 1
-    mark = element("span", "solved", class_="status finished") if solved else None
-    link = element("a", f"{number}. {each.title}", href=f"/lessons/{each.name}/")
+def _entry(each: Lesson, done: Record) -> Html:
+    mark = element("span", "solved", class_="status finished") if done.solved else None
+    link = element("a", f"{each.number}. {each.title}", href=f"/lessons/{each.name}/")
+    without = [name for name, step in done.steps.items() if step and name != "code"]
+    facts = lesson_facts(each) + (f" · done: {', '.join(without)}" if without else "")
     return element(
         "article",
         element("h3", link, " ", mark),
         element("p", each.question),
-        element("p", lesson_facts(each), class_="over"),
+        element("p", facts, class_="over"),
     )
 
 

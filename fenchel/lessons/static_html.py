@@ -5,8 +5,8 @@
     marimo-callout-output    an aside
     marimo-slider, -dropdown, -radio    inputs, named by the control that they move
     marimo-mime-renderer     a chart of widgets.py: its numbers, which lesson_page.js draws
-    iframe                   as it is, without the handler of marimo
-    marimo-form, -code-editor, -text    nothing
+    iframe                   as it is, without the handler of marimo; a scene with stops is named
+    marimo-form, -code-editor, -text, -text-area    nothing
 
 Any other element of marimo is refused, so that no part of a page is lost without a word.
 """
@@ -23,9 +23,10 @@ import latex2mathml.converter
 import marimo as mo
 
 from fenchel.lessons.notebook_states import Control
+from fenchel.lessons.scene import Scene
 
 _VOID = {"br", "hr", "img", "input", "meta", "line", "path", "circle", "rect"}
-_DROPPED = {"marimo-form", "marimo-code-editor", "marimo-text", "style"}
+_DROPPED = {"marimo-form", "marimo-code-editor", "marimo-text", "marimo-text-area", "style"}
 _LONG = 24
 """Signs of a formula that may be wider than a phone."""
 _INPUTS = {"marimo-slider", "marimo-dropdown", "marimo-radio"}
@@ -131,6 +132,9 @@ class _Parser(HTMLParser):
             for name in ("onload", "width", "height", "frameborder"):
                 given.pop(name, None)
             given["class"] = "scene"
+            moved = self.controls.get(self.control)
+            if moved is not None and isinstance(moved.element, Scene):
+                given["data-scene"] = self.control
         style = given.get("style", "")
         if style.startswith("display: flex"):
             direction = "across" if "flex-direction: row" in style else "down"
@@ -169,7 +173,7 @@ class _Parser(HTMLParser):
             )
         options = "".join(
             f'<label><input type="radio" name="{name}" data-control="{name}" value="{i}">'
-            f"<span>{_words(control.labels[i])}</span></label>"
+            f"<span>{inline_html(control.labels[i])}</span></label>"
             for i in positions
             if control.labels[i]
         )
@@ -179,19 +183,20 @@ class _Parser(HTMLParser):
 def page_address(address: str) -> str:
     """Where a link of a lesson leads in a folder of files.
 
-    >>> page_address("../l08_why_softmax/"), page_address("/"), page_address("#part")
-    ('l08_why_softmax.html', 'index.html', '#part')
+    >>> page_address("../softmax/"), page_address("/"), page_address("#part")
+    ('softmax.html', 'index.html', '#part')
     """
-    if found := re.fullmatch(r"\.\./(l\d\d_\w+)/?", address):
+    if found := re.fullmatch(r"\.\./(\w+)/?", address):
         return f"{found[1]}.html"
-    return {"/": "index.html", "/model": "model.html"}.get(address, address)
+    pages = {"/": "index.html", "/model": "model.html", "/progress": "progress.html"}
+    return pages.get(address, address)
 
 
 def _json(given: Mapping[str, str], name: str) -> Any:
     return json.loads(given[f"data-{name}"])
 
 
-def _words(text: str) -> str:
+def inline_html(text: str) -> str:
     """A line of Markdown without blocks around it: marimo renders the options of a question."""
     return _inline(_convert(mo.md(text).text, {}, {}))
 
@@ -213,6 +218,7 @@ def mathml(delimited: str) -> str:
         raise ValueError(f"not a formula of marimo: {delimited!r}.")
     latex = re.sub(r"\\operatorname\*?\{", r"\\mathrm{", found[2])
     latex = re.sub(r"\\\\\[[\d.]+em\]", r"\\\\", latex)  # the height of a line is not known to it
+    latex = re.sub(r"\\(log|cos|sin) +(?=[\w\\])", r"\\\1\\, ", latex)  # else log 3 is read log3
     latex = latex.replace(r"\arg", r"\mathrm{arg}").replace("{aligned}", "{align*}")
     display = "block" if found[1] == "[" else "inline"
     made = str(latex2mathml.converter.convert(latex, display=display))

@@ -2,7 +2,8 @@
 
     index.html            the list, with the progress of this browser
     model.html            the whole model on one screen (model_page.py)
-    lNN_NAME.html         a lesson: text, formulas, charts, claims, controls, exercise
+    progress.html         what the reader has mastered
+    NAME.html             a lesson: text, formulas, charts, claims, controls, questions, exercise
 
 The files open from a folder and from any web host; nothing is fetched from outside or sent. A
 lesson is evaluated here at every position of its controls (notebook_states.py), so each claim of
@@ -12,14 +13,12 @@ outputs once, compressed; its script exchanges them (lesson_page.js). What needs
 a drawing with handles, whose positions cannot be listed.
 """
 
-import ast
 import base64
 import gzip
-import inspect
 import json
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -27,12 +26,13 @@ from typing import Any, NamedTuple
 import marimo as mo
 
 from fenchel.files import require_output, require_page, write_atomic
-from fenchel.lessons.course import COURSE, PARTS, Lesson
+from fenchel.lessons.course import COURSE, PARTS, Lesson, Record
+from fenchel.lessons.ladder import STEPS, ladder_html, mastery_html, recap_html, step_mark
 from fenchel.lessons.model_page import model_page, page_links
 from fenchel.lessons.notebook_states import Cell, Notebook
 from fenchel.lessons.server import lesson_facts, model_section
 from fenchel.lessons.static_html import plain_html
-from fenchel.lessons.widgets import Exercise
+from fenchel.lessons.widgets import Exercise, way_on
 from fenchel.report.html import (
     STYLES,
     Html,
@@ -55,8 +55,9 @@ _POLICY = "; ".join(
     )
 )
 _FOOTER = (
-    "Written by fenchel. Every control shows what the library computed at its position; nothing is "
-    "loaded from elsewhere or sent, and what you do is kept in this browser."
+    "Written by fenchel. A control shows what the library computed at its position; a drawing "
+    "computes in the page, and tests compare it with the library. Nothing is loaded from elsewhere "
+    "or sent, and what you do is kept in this browser."
 )
 _DRAWING = (
     "What you pull moves the picture. The checked sentences below it stay at its first position in "
@@ -87,6 +88,7 @@ def write_course(
     pages: list[tuple[str, Callable[[], tuple[str, int]]]] = [
         ("index.html", lambda: (index_page(), 1)),
         ("model.html", lambda: (model_page(links), 1)),
+        ("progress.html", lambda: (progress_page(_address, "index.html"), 1)),
         *((f"{each.name}.html", lambda each=each: lesson_page(each)) for each in lessons),
     ]
     require_output(folder, folder=True)
@@ -108,10 +110,13 @@ def index_page() -> str:
     """The list of lessons; its script counts what is solved in the reader's browser."""
     lead = (
         f"{len(COURSE)} lessons. Each begins with a question: predict, move a control, read why, "
-        "solve an exercise, and see the same on a trained model. Every number was computed by "
-        "fenchel, every statement checked."
+        "solve an exercise, and see the same on a trained model. Every statement is computed and "
+        "checked."
     )
-    progress = element("p", "", id="count", class_="note")
+    mastered = element("a", "What you have mastered", href="progress.html")
+    rings = f" The rings at a lesson are filled when done: {', '.join(STEPS.values())}."
+    count = element("span", "", class_="count")
+    progress = element("p", count, " ", mastered, rings, class_="note")
     sections = [
         model_section("model.html"),
         *(
@@ -130,7 +135,34 @@ def index_page() -> str:
             element("footer", element("p", _FOOTER)),
         ]
     )
-    return _page("fenchel lessons", body, {"name": "index", "controls": {}, "cells": {}}, [])
+    return html_page("fenchel lessons", body, {"name": "index", "controls": {}, "cells": {}}, [])
+
+
+def progress_page(
+    address: Callable[[Lesson], str], start: str, records: Mapping[str, Record] | None = None
+) -> str:
+    """What the reader has mastered; ``records`` where they are not those of the browser."""
+    lead = (
+        "A lesson is mastered when its two questions are right and its three cards are known; the "
+        "exercises in code count by themselves."
+    )
+    body = join(
+        [
+            element("nav", page_links(All_lessons=start)),
+            element("header", page_header("· lessons", "What you have mastered", lead)),
+            element("main", mastery_html(address)),
+        ]
+    )
+    data: dict[str, Any] = {"name": "progress", "controls": {}, "cells": {}}
+    policy = _POLICY
+    if records is not None:
+        data["records"] = {name: asdict(record) for name, record in records.items()}
+        policy += "; connect-src 'self'"  # cards are sent to fenchel learn
+    return html_page("What you have mastered · fenchel", body, data, [], policy=policy)
+
+
+def _address(each: Lesson) -> str:
+    return f"{each.name}.html"
 
 
 def _about() -> Html:
@@ -139,19 +171,27 @@ def _about() -> Html:
         "These pages work without Python and without a network. The exercises are marked by ",
         element("code", "fenchel learn"),
         " only, which also shows the lessons on a model of your own and runs the code that you "
-        "type; here stand their tasks, hints and solutions. Sentences below a drawing with rings "
-        "to pull hold for its first position.",
+        "type; here stand their tasks, hints and solutions. Where sentences below a drawing do not "
+        "follow it, the page says so.",
     )
 
 
 def _entry(each: Lesson) -> Html:
     mark = element("span", "solved", class_="status finished", data_solved=each.name, hidden=True)
-    link = element("a", f"{COURSE.index(each) + 1}. {each.title}", href=f"{each.name}.html")
+    link = element("a", f"{each.number}. {each.title}", href=_address(each))
     return element(
         "article",
         element("h3", link, " ", mark),
         element("p", each.question),
-        element("p", lesson_facts(each), class_="over"),
+        element(
+            "p",
+            lesson_facts(each),
+            " ",
+            element("span", *map(step_mark, STEPS), class_="steps"),
+            class_="over",
+        ),
+        class_="entry",
+        data_lesson=each.name,
     )
 
 
@@ -190,19 +230,27 @@ def lesson_page(each: Lesson) -> tuple[str, int]:
         ]
     )
     data = {"name": each.name, "controls": controls, "cells": cells}
-    return _page(f"{each.title} · fenchel", body, data, list(pieces)), states
+    return html_page(f"{each.title} · fenchel", body, data, list(pieces)), states
 
 
 def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
-    """The outputs of a cell as HTML; the exercise, its verdict and the menu of models apart."""
+    """The outputs of a cell as HTML; the exercise, the menu of models and its text apart."""
     if "exercise" in cell.defines:
         return [exercise_html(notebook.names["exercise"])]
     if "form" in cell.reads:
         return [""]
+    if "footer" in cell.reads:
+        return [recap_html(notebook.name) + plain_html(way_on(notebook.name), {})]
     if "picker" in cell.defines:
         return [str(element("p", element("strong", "On the model of the lessons.")))]
+    if "own_text" in cell.defines:
+        return [str(element("p", "It reads: ", element("em", notebook.names["own_text"].value)))]
     html = [plain_html(output, notebook.controls) for output in notebook.outputs(cell)]
-    drawings = {name for name in cell.defines if isinstance(notebook.names.get(name), mo.ui.text)}
+    drawings = {
+        name
+        for name in cell.defines - notebook.controls.keys()
+        if isinstance(notebook.names.get(name), mo.ui.text)
+    }
     if any(drawings & other.reads for other in notebook.cells):
         note = element("p", _DRAWING, class_="small")
         html = [each + note for each in html]
@@ -210,12 +258,13 @@ def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
 
 
 def exercise_html(exercise: Exercise) -> str:
-    """The task with its hints one at a time, a field for code, and the solution."""
+    """The questions; the task with its hints one at a time, a field for code, the solution."""
     hints = [element("li", each, hidden=True) for each in hints_of(exercise)]
-    task = plain_html(mo.md(f"**Exercise.** {exercise.task}"), {})
+    task = plain_html(mo.md(f"**Exercise, in code.** {exercise.task}"), {})
     solution = element("pre", element("code", exercise.solution.strip()))
     marked = element("input", type="checkbox")
-    return str(
+    following = plain_html(way_on(exercise.lesson), {})
+    return ladder_html(exercise.lesson) + str(
         element(
             "section",
             Html(task),
@@ -232,11 +281,12 @@ def exercise_html(exercise: Exercise) -> str:
                 element("label", marked, " I have solved it"),
                 class_="buttons",
             ),
+            element("div", Html(following), class_="following", hidden=True),
             element("details", element("summary", "Solution"), solution),
             element(
                 "p",
                 "This page does not run code: ",
-                element("code", f"fenchel learn {_number(exercise.lesson)}"),
+                element("code", f"fenchel learn {exercise.lesson}"),
                 " does, and marks it.",
                 class_="small",
             ),
@@ -245,37 +295,35 @@ def exercise_html(exercise: Exercise) -> str:
     )
 
 
-def _number(name: str) -> int:
-    return [each.name for each in COURSE].index(name) + 1
-
-
 def hints_of(exercise: Exercise) -> list[str]:
-    """What the check says to the code to begin with, then to other wrong answers, in its order.
-
-    Of the others those that hold for any answer: sentences with computed parts are left out.
-    """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(exercise.check)))
-    others = [
-        node.msg.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-        and isinstance(node.msg, ast.Constant)
-        and isinstance(node.msg.value, str)
-    ]
+    """What the check says to the code to begin with, then to other wrong answers, in its order."""
     first = exercise.mark(exercise.starter)
     start = [] if first is None else [f"To the code above it says: {first}"]
-    return [*start, *(each for each in dict.fromkeys(others) if each != first)]
+    return [*start, *(each for each in exercise.hints() if each != first)]
 
 
-def _page(title: str, body: Html, data: dict[str, Any], pieces: list[str]) -> str:
+def html_page(
+    title: str,
+    body: Html,
+    data: dict[str, Any],
+    pieces: list[str],
+    *,
+    policy: str = _POLICY,
+    style: str = "",
+) -> str:
+    """A page with the script of the lessons; ``pieces`` are the outputs that it exchanges."""
     packed = gzip.compress(json.dumps(pieces).encode(), 9, mtime=0)
-    style = "".join(map(read_asset, STYLES)) + read_asset("lesson_page.css", "fenchel.lessons")
+    sheets = "".join(map(read_asset, STYLES)) + "".join(
+        read_asset(name, "fenchel.lessons") for name in ("lesson_page.css", "ladder.css")
+    )
     return Template(read_asset("page.html", "fenchel.lessons")).substitute(
-        policy=_POLICY,
+        policy=policy,
         title=join([title]),
         kind="lesson",
         body=body,
-        style=style,
-        script=read_asset("lesson_page.js", "fenchel.lessons"),
+        style=sheets + style,
+        script="".join(
+            read_asset(name, "fenchel.lessons") for name in ("ladder.js", "lesson_page.js")
+        ),
         data=data_block({**data, "pieces": base64.b64encode(packed).decode()}),
     )

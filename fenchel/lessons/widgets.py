@@ -6,27 +6,32 @@ A notebook puts these between its own text, controls and charts:
     question(text, options), answer     a prediction, and what is true
     claim(ids, text, holds)             a statement and its check: False is an AssertionError
     proof(school, undergraduate, research)    the same argument at three depths, folded
-    Exercise                            a task in code that the page marks
+    Exercise                            questions, then a task in code that the page marks
     run_picker(), no_run()              the model of the lessons, or a run directory of the reader's
+    text_field(text), token_ids         a text of the reader's own for it
+    words_and_weights(tokens, maps)     its words, with a choice of head and a click on a token
     line_chart, bar_chart, heat_chart   a chart above the table of its numbers
     scene.Scene                         a drawing whose handles are dragged (scene.py)
-    details(*claims)                    checks that a first reading can pass over, folded
+    details(*parts)                     what a first reading can pass over, folded
     what_breaks(text)                   where the statement ends
-    footer(name)                        the way on
+    footer(name)                        recap cards and the way on
 
 ``claim`` is how the course is checked: running a notebook evaluates every claim. Its ids name the
 requirements and errata that the statement answers (docs/coverage.md).
 """
 
+import ast
+import inspect
 import json
 import math
 import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import wraps
 from html import escape
 from pathlib import Path
@@ -38,7 +43,9 @@ import marimo as mo
 import torch
 
 import fenchel
-from fenchel.lessons.course import COURSE, MODEL, keep_answer, kept_answer, lesson
+from fenchel.lessons.course import COURSE, MODEL, keep, keep_answer, lesson, record_of
+from fenchel.lessons.ladder import frame, ladder_html, recap_html
+from fenchel.lessons.scene import Scene
 
 _SECONDS = 5.0
 """How long the code of a reader may run."""
@@ -57,11 +64,10 @@ _STYLE = (
 def header(name: str) -> mo.Html:
     """The title, the question, and the way to the lessons before and after."""
     this = lesson(name)
-    number = COURSE.index(this) + 1
     needs = ", ".join(f"[{lesson(each).title}](../{each}/)" for each in this.needs)
     return mo.md(
         f"{_STYLE}\n\n# {this.title}\n\n"
-        f"Lesson {number} of {len(COURSE)} · about {this.minutes} minutes"
+        f"Lesson {this.number} · about {this.minutes} minutes"
         + (" · research, not needed for the other lessons" if this.research else "")
         + (f" · read before: {needs}" if needs else "")
         + f"\n\n{_way_on(name)}"
@@ -69,19 +75,36 @@ def header(name: str) -> mo.Html:
 
 
 def footer(name: str) -> mo.Html:
-    """The way on, at the end of the page."""
+    """The recap and the way on, at the end of the page."""
+    return mo.vstack([frame(recap_html(name)), way_on(name)])
+
+
+def way_on(name: str) -> mo.Html:
+    """Links to the next lesson and to the lists."""
     return mo.md(f"---\n\n{_way_on(name)}")
 
 
 def _way_on(name: str) -> str:
-    number = COURSE.index(lesson(name)) + 1
-    following = [f"[Next: {each.title}](../{each.name}/)" for each in COURSE[number : number + 1]]
-    return " · ".join([*following, "[The whole model](/model)", "[All lessons](/)"])
+    after = lesson(name).number + 1
+    following = [f"[Next: {each.title}](../{each.name}/)" for each in COURSE[after : after + 1]]
+    links = ["[What you have mastered](/progress)", "[The whole model](/model)", "[All lessons](/)"]
+    return " · ".join([*following, *links])
 
 
 def question(text: str, options: Sequence[str]) -> mo.ui.radio:
-    """A question to answer before reading on."""
-    return mo.ui.radio(list(options), label=f"**Predict.** {text}")
+    """A question to answer before reading on; ``fenchel learn`` keeps what is chosen."""
+    options, label = list(options), f"**Predict.** {text}"
+    name = Path(sys._getframe(1).f_globals.get("__file__", "")).stem  # that of the notebook
+    if mo.app_meta().mode != "run" or name not in {each.name for each in COURSE}:
+        return mo.ui.radio(options, label=label)
+
+    def kept(choice: str | None) -> None:
+        with suppress(OSError):  # a folder that cannot be written to
+            keep(name, {"prediction": choice or ""})
+
+    before = record_of(name).prediction
+    value = before if before in options else None
+    return mo.ui.radio(options, value=value, label=label, on_change=kept)
 
 
 def answer(choice: str | None, right: str, why: str) -> mo.Html:
@@ -104,7 +127,10 @@ def claim(ids: str, text: str, holds: Any) -> mo.Html:
     text = _without_exponents(text)
     if _record is not None:
         _record.append((ids, text))
-    return mo.md(f'<span role="img" aria-label="checked">✓</span> {text}')
+    return mo.md(f"<span {_CHECKED}>✓</span> {text}")
+
+
+_CHECKED = 'role="img" aria-label="checked"'
 
 
 _record: list[tuple[str, str]] | None = None
@@ -133,9 +159,14 @@ def proof(*, school: str, undergraduate: str, research: str) -> mo.Html:
     )
 
 
-def details(*claims: mo.Html) -> mo.Html:
-    """Claims that a first reading can pass over, folded."""
-    return mo.accordion({f"Checked details ({len(claims)})": mo.vstack(list(claims))})
+def details(*parts: mo.Html, title: str = "Checked details") -> mo.Html:
+    """What a first reading can pass over, folded: claims, or a section with its text and charts.
+
+    The label ends with the number of claims inside.
+    """
+    held = mo.vstack(list(parts))
+    checked = held.text.count(_CHECKED)
+    return mo.accordion({f"{title} ({checked})" if checked else title: held})
 
 
 def what_breaks(text: str) -> mo.Html:
@@ -158,10 +189,26 @@ class Exercise:
     check: Callable[[Mapping[str, Any]], None]
 
     def form(self) -> mo.ui.form[Any, Any]:
-        """The editor with its button. It holds the last answer that was checked."""
-        kept = kept_answer(self.lesson)
-        editor = mo.ui.code_editor(kept.code or self.starter.strip(), min_height=140)
-        return editor.form(submit_button_label="Check", label=f"**Exercise.** {self.task}")
+        """The questions, then the editor with its button and the code that was checked last."""
+        editor = mo.ui.code_editor(
+            record_of(self.lesson).code or self.starter.strip(), min_height=140
+        )
+        return _Ladder(self.lesson, editor, label=f"**Exercise, in code.** {self.task}")
+
+    def hints(self) -> list[str]:
+        """What the check says to wrong answers, in its order, where it holds for any answer."""
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self.check)))
+        except (OSError, SyntaxError):  # a check whose text is not known
+            return []
+        said = [
+            node.msg.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assert)
+            and isinstance(node.msg, ast.Constant)
+            and isinstance(node.msg.value, str)
+        ]
+        return list(dict.fromkeys(said))
 
     def mark(self, code: str) -> str | None:
         """None if the code solves the task, else a hint."""
@@ -180,20 +227,33 @@ class Exercise:
             said = f"{type(error).__name__}: {error}"
             if line := _line(error):
                 return f"Line {line}: {said}"
-            return f"{names.last} ({said})" if names.last else said
+            return self._wrong_type(names.returned) or said
         return None
+
+    def _wrong_type(self, values: Sequence[tuple[str, Any]]) -> str | None:
+        """A sentence about the value on which the check failed, by what the solution gives."""
+        right = _Answers({"torch": torch, "math": math, "fenchel": fenchel})
+        exec(compile(self.solution, _ANSWER, "exec"), right)
+        self.check(right.recorded())
+        if not values or len(values) > len(right.returned):
+            return None
+        (name, value), (_, other) = values[-1], right.returned[len(values) - 1]
+        if _kind(value) == _kind(other):
+            return None
+        missing = " Does it end with `return`?" if value is None else ""
+        return f"`{name}` returned {_kind(value)}; the task asks for {_kind(other)}.{missing}"
 
     def verdict(self, code: str | None) -> mo.Html:
         """What to show below the editor."""
         if code is None:
-            kept = kept_answer(self.lesson)
+            kept = record_of(self.lesson)
             return self._help(kept.tries, kept.solved)
         hint = self.mark(code)
         try:
             kept = keep_answer(self.lesson, code, solved=hint is None)
             said = "It is marked in the list of lessons."
         except OSError as error:
-            kept = kept_answer(self.lesson)._replace(tries=_TRIES)  # tries cannot be counted
+            kept = replace(record_of(self.lesson), tries=_TRIES)  # tries cannot be counted
             said = f"It cannot be marked in the list of lessons: {escape(str(error))}"
         if hint is None:
             shown = mo.callout(mo.md(f"**Solved.** {said} {_way_on(self.lesson)}"), kind="success")
@@ -202,22 +262,41 @@ class Exercise:
         return mo.vstack([shown, self._help(kept.tries, hint is None or kept.solved)])
 
     def _help(self, tries: int, solved: bool) -> mo.Html:
+        hints = self.hints()
+        folded: dict[str, mo.Html] = {}
+        for number, hint in reversed([*enumerate(hints, start=1)]):  # each inside the one before
+            shown = mo.md(escape(hint))
+            inner = mo.vstack([shown, mo.accordion(folded)]) if folded else shown
+            folded = {f"Hint {number} of {len(hints)}": inner}
         parts = {"The code to begin with": self.starter} if tries or solved else {}
         if tries >= _TRIES or solved:
             parts["Solution"] = self.solution
-        folded = {title: mo.md(f"```python\n{code.strip()}\n```") for title, code in parts.items()}
-        if "Solution" in parts:
-            return mo.accordion(folded)
+        folded |= {title: mo.md(f"```python\n{code.strip()}\n```") for title, code in parts.items()}
         left = _TRIES - tries
         note = mo.md(f"*The solution opens after {left} {'try' if left == 1 else 'tries'}.*")
-        return mo.vstack([note, mo.accordion(folded)]) if folded else note
+        closed = [] if "Solution" in parts else [note]
+        return mo.vstack([mo.accordion(folded), *closed] if folded else closed)
+
+
+class _Ladder(mo.ui.form[Any, Any]):
+    """An exercise: questions by pencil and by choice, then the code."""
+
+    def __init__(self, name: str, editor: mo.ui.code_editor, *, label: str) -> None:
+        self._questions = frame(ladder_html(name)).text
+        super().__init__(editor, submit_button_label="Check", label=label)
+
+    @property
+    def text(self) -> str:
+        """The frame of the questions above the form."""
+        return f"<div>{self._questions}{super().text}</div>"
 
 
 class _Answers(dict[str, Any]):
-    """The names that an answer defines, and what was last taken from them."""
+    """The names that an answer defines, and what their functions returned to the check."""
 
-    last = ""
-    """A sentence about the last value that the check got; it says why the check failed on it."""
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        super().__init__(names)
+        self.returned: list[tuple[str, Any]] = []
 
     def recorded(self) -> Mapping[str, Any]:
         """The same names; what their functions return is recorded."""
@@ -225,12 +304,8 @@ class _Answers(dict[str, Any]):
         def recorded(name: str, function: FunctionType) -> Callable[..., Any]:
             @wraps(function)
             def call(*given: Any, **named: Any) -> Any:
-                self.last = ""
                 value = function(*given, **named)
-                missing = " Does it end with `return`?" if value is None else ""
-                self.last = (
-                    f"`{name}` returned {_kind(value)}, not what the task asks for.{missing}"
-                )
+                self.returned.append((name, value))
                 return value
 
             return call
@@ -311,6 +386,46 @@ def run_picker(folder: str | Path = "runs") -> mo.ui.dropdown:
 
 
 _SHIPPED = "the model of the lessons"
+
+
+def text_field(start: str) -> mo.ui.text_area:
+    """A field for a text that the chosen model reads; the web edition has its first text."""
+    label = "**Your text.** Change it and click beside it."
+    return mo.ui.text_area(start, label=label, rows=2, full_width=True)
+
+
+def token_ids(text: str, tokenizer: Any, most: int) -> list[int]:
+    """The tokens of a text from a field, at most so many; stops the cell below two."""
+    ids: list[int] = tokenizer.encode_whole(text)[:most]
+    mo.stop(len(ids) < 2, mo.md("*Type a few words.*"))
+    return ids
+
+
+def words_and_weights(tokens: Sequence[str], maps: torch.Tensor, *, causal: bool) -> Scene:
+    """Tokens joined by the weights (layers, H, T, T) of a chosen head, from a chosen token.
+
+    Names count from 1, layer.head, as in the commands. The last token of the last head is chosen
+    at first; ``state["head"]`` counts all heads from 0.
+    """
+    heads = [
+        {
+            "name": f"{n}.{h}",
+            "weights": [
+                [round(w, 7) for w in row[: i + 1 if causal else None]]
+                for i, row in enumerate(rows)
+            ],
+        }
+        for n, layer in enumerate(maps.tolist(), 1)
+        for h, rows in enumerate(layer, 1)
+    ]
+    return Scene(
+        "words_and_weights",
+        {"text": 0, "head": len(heads) - 1, "word": len(tokens) - 1, "map": "softmax", "T": 1.0},
+        stops={"head": range(len(heads)), "word": range(len(tokens))},
+        texts=[{"name": "own", "tokens": list(tokens), "heads": heads}],
+        causal=causal,
+        maps=False,
+    )
 
 
 def no_run() -> mo.Html:
@@ -492,7 +607,7 @@ def _chart(
         [
             mo.md(f"**{_without_exponents(title)}**{note}"),
             drawn,
-            mo.accordion({f"Table: {title}": table(rows)}),
+            mo.accordion({"Its numbers": table(rows)}),
         ]
     )
 
@@ -528,8 +643,8 @@ def _scale(log: bool, frame: tuple[float, float] | None) -> alt.Scale:
 def number(value: float, digits: int = 4) -> str:
     """A number for a sentence or a table, without the exponent of a program.
 
-    >>> number(1.82e9, 3), number(47123.4), number(2.2e-16, 2), number(-0.0)
-    ('1.82 billion', '47,123', '2.2·10⁻¹⁶', '0')
+    >>> number(1.82e9, 3), number(4.1e8, 1), number(2512, 2), number(2.2e-16, 2), number(-0.0)
+    ('1.82 billion', '400 million', '2500', '2.2·10⁻¹⁶', '0')
     """
     size = abs(value)
     if (size >= 1e15 and math.isfinite(size)) or 0 < size < 1e-4:
@@ -538,8 +653,10 @@ def number(value: float, digits: int = 4) -> str:
         return f"{plain}·10{str(int(exponent)).translate(_RAISED)}"
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if size >= unit and math.isfinite(size):
-            return f"{value / unit:.{digits}g} {name}"
-    return f"{value:,.0f}" if 1e4 <= size < 1e6 else f"{value + 0.0:.{digits}g}"  # no -0
+            return f"{float(f'{value / unit:.{digits}g}'):g} {name}"
+    if 1e4 <= size < 1e6:
+        return f"{value:,.0f}"
+    return f"{float(f'{value + 0.0:.{digits}g}'):.{max(digits, 5)}g}"  # no -0
 
 
 def _without_exponents(text: str) -> str:

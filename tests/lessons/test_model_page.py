@@ -209,6 +209,9 @@ def test_a_cell_is_opened_by_mouse_and_keys_and_its_line_is_cut(opened: Browser)
     opened.find("#cut").click()
     assert "with weight 0.0000" in opened.text("#cell")
     assert bars(opened) != before
+    effect = opened.text("#said").removesuffix(" Red marks: before the cut.")
+    assert effect.startswith("With the line cut, “")
+    assert effect in opened.text(".steps"), "beside the button too, which may be a screen below"
     assert "cuts=2%2C0%2C10%2C1" in opened.driver.current_url
     opened.find("#cut").click()
     assert bars(opened) == before

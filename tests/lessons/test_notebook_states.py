@@ -1,7 +1,9 @@
 """A notebook at every position of its controls, against marimo's own runs of it."""
 
+import json
 from types import SimpleNamespace
 
+import marimo as mo
 import pytest
 
 from fenchel.lessons import notebook_states
@@ -13,11 +15,12 @@ BOTH = frozenset({"nudged", "size"})
 
 @pytest.fixture(scope="module")
 def notebook() -> Notebook:
-    return Notebook("l11_attention_derivative")
+    return Notebook("attention_derivative")
 
 
 def test_controls_have_their_positions_and_the_menu_of_models_is_none(notebook: Notebook) -> None:
-    assert sorted(notebook.controls) == ["bill", "guess", "neighbour", "nudged", "size", "step"]
+    names = ["bill", "guess", "neighbour", "nudged", "own_words", "size", "step"]
+    assert sorted(notebook.controls) == names
     guess = notebook.controls["guess"]
     assert guess.start == 0
     assert guess.values[0] is None, "nothing is chosen at first"
@@ -27,9 +30,19 @@ def test_controls_have_their_positions_and_the_menu_of_models_is_none(notebook: 
     assert size.labels == [f"{value:g}" for value in size.values]
 
 
+def test_a_scene_with_stops_is_a_control_with_a_state_per_place(notebook: Notebook) -> None:
+    scene = notebook.controls["own_words"]
+    tokens = len(scene.values) // 6
+    assert json.loads(scene.labels[tokens + 2]) == {"head": 1, "word": 2}
+    assert json.loads(scene.values[tokens + 2]) == {**scene.element.state, "head": 1, "word": 2}
+    assert scene.start == len(scene.values) - 1
+    cell = next(each for each in notebook.cells if each.controls == ("own_words",))
+    assert "from head 1.0" in mo.as_html(notebook.outputs(cell)[2 * tokens]).text
+
+
 def test_a_cell_knows_the_controls_behind_it(notebook: Notebook) -> None:
     found = {frozenset(cell.controls) for cell in notebook.cells}
-    alone = {frozenset({name}) for name in ("guess", "bill", "neighbour")}
+    alone = {frozenset({name}) for name in ("guess", "bill", "neighbour", "own_words")}
     assert found == {frozenset(), *alone, BOTH, frozenset({"bill", "step"})}
 
 

@@ -207,7 +207,7 @@ def test_the_play_button_moves_a_value_to_its_end_and_a_hand_stops_it(
     browser: Browser, page_of: Callable[[str], Path]
 ) -> None:
     """With reduced motion, as this browser asks for: five still pictures."""
-    browser.open(page_of("l14_blocks.residual_circle"))
+    browser.open(page_of("residuals.residual_circle"))
     button = browser.find(".play")
     shown = lambda: browser.text(".slide output")  # noqa: E731
     assert (button.text, shown()) == ("▶ Add layers", "6")
@@ -220,7 +220,7 @@ def test_the_play_button_moves_a_value_to_its_end_and_a_hand_stops_it(
 
 @needs_browser
 def test_a_state_is_shared_by_its_address(browser: Browser, page_of: Callable[[str], Path]) -> None:
-    page = page_of("l12_lipschitz.double_cone")
+    page = page_of("lipschitz.double_cone")
     browser.open(page)
     browser.drag(browser.find("[data-handle=limit]"), 0, 60)
 
@@ -285,13 +285,13 @@ def residual(s: dict[str, Any]) -> list[float]:
 
 NUMBERS: list[tuple[str, dict[str, Any], str, Callable[[dict[str, Any]], list[float]]]] = [
     (
-        "l07_softmax.points_and_variety",
+        "softmax.points_and_variety",
         {"T": 0.62, "A": 1.0, "B": 2.35, "C": 2.0},
         ".big.s1, .bar-row b",
         points_and_variety,
     ),
     (
-        "l09_sparse_choice.mountains_and_sea",
+        "sparse_choice.mountains_and_sea",
         {
             "A": 0.3,
             "B": 1.6,
@@ -306,22 +306,22 @@ NUMBERS: list[tuple[str, dict[str, Any], str, Callable[[dict[str, Any]], list[fl
         mountains,
     ),
     (
-        "l08_why_softmax.dog_on_a_leash",
+        "priors_and_budgets.dog_on_a_leash",
         {"beta": 0.9, "A": 0.2, "B": 0.7, "C": 0.1},
         ".big, .bar-row b",
         leash,
     ),
-    ("l01_slopes.walk_on_the_parabola", {"rate": 0.17, "start": 2.4, "steps": 7}, ".big", parabola),
+    ("slopes.walk_on_the_parabola", {"rate": 0.17, "start": 2.4, "steps": 7}, ".big", parabola),
     (
-        "l02_gradient_flow.walk_on_the_parabola",
+        "gradient_flow.walk_on_the_parabola",
         {"rate": 1.1, "start": 3, "steps": 9},
         ".big",
         parabola,
     ),
-    ("l13_positions.clock_hands", {"m": 130, "gap": -47}, ".says", clocks),
-    ("l14_blocks.residual_circle", {"layers": 3}, ".big", residual),
+    ("positions.clock_hands", {"m": 130, "gap": -47}, ".says", clocks),
+    ("residuals.residual_circle", {"layers": 3}, ".big", residual),
     (
-        "l12_lipschitz.double_cone",
+        "lipschitz.double_cone",
         {"L": 0.82, "tip": 0.4},
         ".big",
         lambda s: [
@@ -330,7 +330,7 @@ NUMBERS: list[tuple[str, dict[str, Any], str, Callable[[dict[str, Any]], list[fl
         ],
     ),
     (
-        "l03_similarity.two_arrows",
+        "similarity.two_arrows",
         {"ux": 0.8, "uy": -0.2, "length": 1.5, "angle": 2.0},
         ".big",
         lambda s: [

@@ -27,7 +27,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 from starlette.requests import Request
 
 from fenchel.cli import main
-from fenchel.lessons.course import COURSE, Lesson
+from fenchel.lessons import course
+from fenchel.lessons.course import COURSE, Lesson, Record
 from fenchel.lessons.server import (
     Assets,
     LessonServer,
@@ -39,13 +40,20 @@ from tests.browser import PHONE, Browser, needs_browser
 
 
 def test_the_list_names_every_lesson_and_what_is_solved() -> None:
-    page = index_page({"l07_softmax"})
+    done = Record(solved=True, prediction="equal", pencil_right=True)
+    page = index_page({"softmax": done})
     assert all(f'href="/lessons/{each.name}/"' in page for each in COURSE)
-    assert "1 of 21 exercises solved." in page
+    assert (
+        f"1 of {len(COURSE)} exercises solved. Without code: 1 prediction, 1 question by pencil, 0"
+        in page
+    )
     assert page.count(">solved<") == 1
-    assert "Continue: Slopes and gradients" in page, "the first lesson that is not solved"
-    assert "Begin: Slopes and gradients" in index_page(set())
-    assert "Continue" not in index_page({each.name for each in COURSE})
+    assert "done: prediction, pencil" in page
+    assert "Continue: Sums, tables" in page, "the first lesson that is not solved"
+    assert "Begin: Sums, tables" in index_page({})
+    assert "Continue" not in index_page({each.name: Record(solved=True) for each in COURSE})
+    without_code = {"sums_and_tables": Record(pencil_right=True, choice_right=True)}
+    assert "Continue: Slopes" in index_page(without_code)
     assert page.count("research, not needed") == 1
     assert "loads nothing and" not in page, "the files of the lessons are loaded with it"
 
@@ -68,7 +76,7 @@ def test_a_lesson_that_cannot_be_built_is_an_error(monkeypatch: pytest.MonkeyPat
     server = LessonServer(0)
     server.socket.close()
     server._import()
-    scope = {"type": "http", "path": "/lessons/l07_softmax/"}
+    scope = {"type": "http", "path": "/lessons/softmax/"}
     with pytest.raises(RuntimeError, match="another version"):
         asyncio.run(asyncio.wait_for(server._lesson(scope, None, None), 20))  # type: ignore[arg-type]
 
@@ -159,7 +167,7 @@ class Sessions:
         threading.Event().wait()
 
 async def serve():
-    server._lessons["l07_softmax"] = lesson = asyncio.Future()
+    server._lessons["softmax"] = lesson = asyncio.Future()
     lesson.set_result(SimpleNamespace(routes=[route]))
     async with server._lifespan(None):
         pass
@@ -193,7 +201,7 @@ def test_the_lessons_are_listed_without_a_server(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["22"], "names no lesson"),
+        ([str(len(COURSE))], "names no lesson"),
         (["--edit"], "--edit needs a lesson"),
         (["--port", "70000"], "a port is a number from 0 to 65535, not 70000"),
         (["--port", "-1"], "a port is a number from 0 to 65535, not -1"),
@@ -294,7 +302,7 @@ def test_until_a_lesson_is_ready_there_is_its_question(monkeypatch: pytest.Monke
     monkeypatch.setattr("fenchel.lessons.server._build", lambda _: app)
     server = LessonServer(0)
     server.socket.close()
-    scope = {"type": "http", "path": "/lessons/l07_softmax/", "headers": []}
+    scope = {"type": "http", "path": "/lessons/softmax/", "headers": []}
 
     async def twice() -> None:
         await server._lesson(scope, receive, send)
@@ -302,7 +310,7 @@ def test_until_a_lesson_is_ready_there_is_its_question(monkeypatch: pytest.Monke
 
     asyncio.run(asyncio.wait_for(twice(), 30))
     head, question, end, _, lesson = sent
-    assert COURSE[6].question in question["body"].decode()
+    assert course.lesson("softmax").question in question["body"].decode()
     assert end["body"] == b'<meta http-equiv="refresh" content="0">', "it opens the lesson"
     assert lesson == {"lesson": True}
     assert (b"link", server._assets.links["Link"].encode()) in head["headers"]
@@ -311,7 +319,7 @@ def test_until_a_lesson_is_ready_there_is_its_question(monkeypatch: pytest.Monke
 def test_the_list_loads_what_a_lesson_needs(
     server: Process, reader: urllib.request.OpenerDirector
 ) -> None:
-    needed = set(ASSETS.findall(lesson_page(server, reader, COURSE[6])))
+    needed = set(ASSETS.findall(lesson_page(server, reader, course.lesson("softmax"))))
     assert needed
     assert set(ASSETS.findall(reader.open(server.address).headers["Link"])) >= needed
 
@@ -325,7 +333,7 @@ def lesson_page(server: Process, reader: urllib.request.OpenerDirector, lesson: 
 def test_lessons_share_the_files_of_marimo(
     server: Process, reader: urllib.request.OpenerDirector
 ) -> None:
-    pages = [lesson_page(server, reader, each) for each in (COURSE[0], COURSE[6])]
+    pages = [lesson_page(server, reader, course.lesson(name)) for name in ("slopes", "softmax")]
     first, second = (set(ASSETS.findall(page)) for page in pages)
     assert first == second != set()
     headers = reader.open(f"{server.address}{min(first)}").headers
@@ -372,14 +380,14 @@ def all_words(browser: Browser) -> str:
 
 
 def settled(browser: Browser) -> str:
-    """The text of the page once it has six claims and has not changed for two seconds."""
+    """The text of the page once it has five claims and has not changed for two seconds."""
     last = {"text": "", "count": 0}
 
     def same(_: Any) -> bool:
         text = words(browser)
         last["count"] = last["count"] + 1 if text == last["text"] else 0
         last["text"] = text
-        return last["count"] >= 4 and text.count("✓") >= 6
+        return last["count"] >= 4 and text.count("✓") >= 5
 
     WebDriverWait(browser.driver, 90, poll_frequency=0.5).until(same)
     return str(last["text"])
@@ -402,7 +410,7 @@ def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     links = browser.driver.find_elements(By.CSS_SELECTOR, "h3 a")
     assert [link.text for link in links] == [
         "The whole model on one screen",
-        *(f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)),
+        *(f"{each.number}. {each.title}" for each in COURSE),
     ]
     assert not browser.console()
 
@@ -419,6 +427,9 @@ def check_scenes(browser: Browser) -> str:
     before = settled(browser)
     for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
         browser.driver.switch_to.frame(frame)
+        if browser.run("return document.title") == "questions":
+            browser.driver.switch_to.default_content()
+            continue
         handle = browser.find(".words button, .grip")
         handle.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
         high = "return document.documentElement.scrollHeight - window.innerHeight"
@@ -483,11 +494,81 @@ def submit(browser: Browser, code: str) -> None:
 
 @needs_browser
 def test_an_answer_is_marked_and_remembered(browser: Browser, server: Process) -> None:
-    browser.open(f"{server.address}/lessons/l07_softmax/")
+    browser.open(f"{server.address}/lessons/softmax/")
     settled(browser)
     submit(browser, "weights = lambda z, T: z")
     WebDriverWait(browser.driver, 20).until(lambda _: "Not yet." in all_words(browser))
     submit(browser, "weights = lambda z, T: torch.softmax(z / T, -1)")
     WebDriverWait(browser.driver, 20).until(lambda _: "Solved." in all_words(browser))
     browser.open(server.address)
-    assert "1 of 21 exercises solved." in words(browser)
+    assert f"1 of {len(COURSE)} exercises solved." in words(browser)
+
+
+def in_frame(browser: Browser, selector: str) -> None:
+    """Switch to the frame that has an element."""
+    browser.driver.switch_to.default_content()
+    for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
+        browser.driver.switch_to.frame(frame)
+        if browser.driver.find_elements(By.CSS_SELECTOR, selector):
+            return
+        browser.driver.switch_to.default_content()
+    raise AssertionError(selector)
+
+
+@needs_browser
+def test_questions_are_answered_and_kept_without_code(browser: Browser, server: Process) -> None:
+    address = f"{server.address}/lessons/similarity/"
+    browser.open(address)
+    settled(browser)
+    chosen = browser.find_deep("[role=radio]")[1]
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", chosen)
+    chosen.click()
+    in_frame(browser, ".ladder")
+    browser.find("[data-step=pencil] input").send_keys("24/25", Keys.ENTER)
+    assert browser.text("[data-step=pencil] .said") == "Right."
+    in_frame(browser, ".recap")
+    browser.run("document.querySelector('.recap > .card .turn').click()")
+    browser.run("document.querySelector('.recap > .card [data-known=no]').click()")
+    browser.driver.switch_to.default_content()
+
+    def shown() -> str:
+        browser.open(f"{server.address}/progress")
+        return browser.text(".count") + browser.text(".weak")
+
+    browser.until(lambda: "1 prediction, 1 question by pencil, 0 by choice" in shown(), 30)
+    assert "How large is the cosine of two random directions" in shown()
+    # A weak card can be turned on that page too.
+    browser.run("document.querySelector('.weak .card:not([hidden]) .turn').click()")
+    browser.run("document.querySelector('.weak .card:not([hidden]) [data-known=yes]').click()")
+    assert browser.console() == []
+    browser.until(lambda: browser.open(f"{server.address}/progress") or not browser.text(".weak"))
+    browser.open(address)
+    settled(browser)
+    assert browser.find_deep("[role=radio]")[1].get_attribute("aria-checked") == "true"
+    in_frame(browser, ".ladder")
+    assert browser.find("[data-step=pencil] input").get_attribute("value") == "24/25"
+    browser.driver.switch_to.default_content()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("similarity", b'{"opened": true}', 204),
+        ("similarity", b"{", 400),
+        ("similarity", b"[1]", 400),
+        ("similarity", b"[" * 50_000, 400),
+        ("similarity", b'{"solved": "yes"}', 400),
+        ("similarity", b'{"pencil": "' + b"1" * 200_000 + b'"}', 413),
+        ("nothing", b"{}", 400),
+    ],
+)
+def test_a_change_of_a_record_is_checked(
+    server: Process, reader: urllib.request.OpenerDirector, path: str, body: bytes, status: int
+) -> None:
+    address = f"{server.address}/progress/{path}"
+    got = 0
+    try:
+        got = reader.open(urllib.request.Request(address, body, method="POST")).status
+    except urllib.error.HTTPError as error:
+        got = error.code
+    assert got == status

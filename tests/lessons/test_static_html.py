@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fenchel.lessons.notebook_states import Control
-from fenchel.lessons.static_html import plain_html
+from fenchel.lessons.static_html import mathml, plain_html
 from fenchel.lessons.widgets import bar_chart, heat_chart, line_chart, proof, what_breaks
 
 
@@ -102,3 +102,7 @@ def test_a_frame_is_carried_over_as_it_is() -> None:
 def test_an_element_without_a_form_is_refused() -> None:
     with pytest.raises(ValueError, match="the web edition has no form for marimo-"):
         plain_html(mo.ui.table([{"a": 1}]), {})
+
+
+def test_a_function_stands_apart_from_its_number() -> None:
+    assert '<mi>log</mi><mspace width="0.167em" /><mn>3</mn>' in mathml(r"||(2 \log 3||)")

@@ -5,10 +5,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import marimo as mo
 import pytest
 import torch
+from marimo._runtime.control_flow import MarimoStopError
 
 from fenchel.lessons import completed
 from fenchel.lessons.course import MODEL
@@ -17,6 +20,7 @@ from fenchel.lessons.widgets import (
     answer,
     bar_chart,
     claim,
+    details,
     footer,
     header,
     heat_chart,
@@ -24,6 +28,9 @@ from fenchel.lessons.widgets import (
     number,
     run_picker,
     table,
+    text_field,
+    token_ids,
+    words_and_weights,
 )
 
 
@@ -42,12 +49,14 @@ def test_the_answer_waits_for_a_choice() -> None:
 
 
 def test_the_header_links_to_the_lesson_after_it_and_to_those_before() -> None:
-    text = header("l07_softmax").text
-    assert "Lesson 7 of 21" in text
-    assert "../l08_why_softmax/" in text
-    assert "../l06_lagrange/" in text
-    assert "../l08_why_softmax/" in footer("l07_softmax").text
-    assert "Next" not in header("l21_whole_flow").text + footer("l21_whole_flow").text
+    text = header("softmax").text
+    assert "Lesson 7 ·" in text
+    assert "../priors_and_budgets/" in text
+    assert "../lagrange/" in text
+    assert "../priors_and_budgets/" in footer("softmax").text
+    last = header("whole_flow").text + footer("whole_flow").text
+    assert "Next:" not in last
+    assert '"/progress"' in last, "the last page leads to what was mastered"
 
 
 def doubles(names: Mapping[str, Any]) -> None:
@@ -55,7 +64,7 @@ def doubles(names: Mapping[str, Any]) -> None:
 
 
 EXERCISE = Exercise(
-    lesson="l01_slopes",
+    lesson="slopes",
     task="Write `double`.",
     starter="def double(x):\n    return x",
     solution="def double(x):\n    return 2 * x",
@@ -73,9 +82,16 @@ EXERCISE = Exercise(
         ("def double(x):\n    return {}['a']", "Line 2: KeyError"),
         (
             "def double(x):\n    2 * x",
-            "`double` returned None, not what the task asks for. Does it",
+            "`double` returned None; the task asks for a whole number. Does it end with `return`?",
         ),
-        ("def double(x):\n    return '8'", "`double` returned text, not what the task asks for."),
+        (
+            "def double(x):\n    return '8'",
+            "`double` returned text; the task asks for a whole number.",
+        ),
+        (
+            "def double(x):\n    return torch.ones(2)",
+            "`double` returned a tensor of shape (2,) and type torch.float32; the task asks for",
+        ),
         ("double = 8", "`double` is a whole number; it should be a function."),
         ("raise SystemExit", "SystemExit"),
     ],
@@ -97,16 +113,18 @@ def test_a_solved_exercise_is_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     EXERCISE.verdict(EXERCISE.starter)
     assert completed() == set()
     EXERCISE.verdict(EXERCISE.solution)
-    assert completed() == {"l01_slopes"}
+    assert completed() == {"slopes"}
 
 
 def test_the_solution_opens_after_two_tries_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert EXERCISE.hints() == ["double(4) is 8."]
     for left in ("2 tries", "1 try"):
         shown = EXERCISE.verdict(None).text
         assert f"opens after {left}" in shown
+        assert "Hint 1 of 1" in shown
         assert "2 * x" not in html.unescape(shown).replace("</span><span>", "")
         EXERCISE.verdict(EXERCISE.starter)
     for code in (None, EXERCISE.starter, EXERCISE.solution, None):
@@ -141,7 +159,7 @@ def test_every_chart_has_its_table() -> None:
         heat_chart(torch.tensor([[0.25, 0.125]]), title="halves", rows=["one"]),
     )
     for chart in charts:
-        assert "Table: halves" in chart.text
+        assert "Its numbers" in chart.text
         assert ">0.125</td>" in chart.text.replace("&lt;", "<").replace("&gt;", ">")
 
 
@@ -233,3 +251,32 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     picker = run_picker(tmp_path)
     assert list(picker.options) == ["the model of the lessons", "a", "b"]
     assert picker.value == str(MODEL), "no lesson is empty for a new reader"
+
+
+def test_a_text_of_the_reader_becomes_tokens_and_an_empty_one_stops_the_cell() -> None:
+    tokenizer = SimpleNamespace(encode_whole=lambda text: [ord(sign) for sign in text])
+    assert text_field("the people").value == "the people"
+    assert token_ids("abcd", tokenizer, most=3) == [97, 98, 99]
+    with pytest.raises(MarimoStopError) as stopped:
+        token_ids("a", tokenizer, most=3)
+    assert "Type a few words" in mo.as_html(stopped.value.output).text
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_words_and_weights_have_every_head_and_begin_at_the_last_token(causal: bool) -> None:
+    maps = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+    scene = words_and_weights(["we", "the", "people", "of"], maps, causal=causal)
+    assert (scene.state["head"], scene.state["word"]) == (5, 3)
+    found = re.search(r'id="data">(.*?)</script>', scene.page, re.DOTALL)
+    assert found
+    heads = json.loads(found[1])["texts"][0]["heads"]
+    assert [head["name"] for head in heads] == ["1.1", "1.2", "1.3", "2.1", "2.2", "2.3"]
+    for i, row in enumerate(heads[4]["weights"]):
+        assert row == pytest.approx(maps[1, 1, i, : i + 1 if causal else 4].tolist(), abs=1e-7)
+
+
+def test_a_fold_says_how_many_claims_it_holds() -> None:
+    claims = [claim("SM-01", text, True) for text in ("One.", "Two.")]
+    assert "Checked details (2)" in details(*claims).text
+    assert "More (1)" in details(mo.md("words"), claims[0], title="More").text
+    assert "More (" not in details(mo.md("words"), title="More").text

@@ -23,6 +23,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -31,6 +32,8 @@ with app.setup:
         question,
         run_picker,
         table,
+        text_field,
+        token_ids,
         what_breaks,
     )
     from fenchel.train import target_losses, total_loss
@@ -38,7 +41,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l05_cross_entropy")
+    header("cross_entropy")
     return
 
 
@@ -137,24 +140,26 @@ def _(nats, p_given):
                 == "9.21 0.01005 0.105 0.693 2.303"
                 and all(abs(by_torch[p] - s) < 1e-12 for p, s in penalties.items()),
             ),
-            claim(
-                "TR-03",
-                f"Surprises add: two unrelated events of probability {p_given:g} have probability {p_given**2:.3g} together, "
-                f"and {2 * nats:.4g} nats. A nat is 1.443 bits; from 1 down to {p_given:g} the probability is halved {nats / math.log(2):.4g} times.",
-                math.isclose(-math.log(p_given * p_given), 2 * nats)
-                and math.isclose(2 ** -(nats / math.log(2)), p_given)
-                and f"{1 / math.log(2):.3f}" == "1.443",
-            ),
-            claim(
-                "E49",
-                "The logarithm grows *slowly*: from $p = 0.01$ to $p = 0.0001$, a hundred times less likely, the cost only "
-                f"doubles, {-math.log(0.01):.2f} to {-math.log(0.0001):.2f}. Near 1 it is almost a straight line, $-\\log p \\approx 1 - p$: a small "
-                "doubt costs little. Only confident mistakes are expensive. And what is a large loss? A uniform guess "
-                f"over a vocabulary of 50,257 *tokens* (words and pieces of words) already costs {guess_50257:.1f}.",
-                math.isclose(-math.log(0.0001), 2 * -math.log(0.01))
-                and f"{guess_50257:.1f}" == "10.8"
-                and abs(-math.log(0.99) - 0.01) < 1e-4
-                and f"{-math.log(0.01):.1f}" == "4.6",
+            details(
+                claim(
+                    "TR-03",
+                    f"Surprises add: two unrelated events of probability {p_given:g} have probability {p_given**2:.3g} together, "
+                    f"and {2 * nats:.4g} nats. A nat is 1.443 bits; from 1 down to {p_given:g} the probability is halved {nats / math.log(2):.4g} times.",
+                    math.isclose(-math.log(p_given * p_given), 2 * nats)
+                    and math.isclose(2 ** -(nats / math.log(2)), p_given)
+                    and f"{1 / math.log(2):.3f}" == "1.443",
+                ),
+                claim(
+                    "E49",
+                    "The logarithm grows *slowly*: from $p = 0.01$ to $p = 0.0001$, a hundred times less likely, the cost only "
+                    f"doubles, {-math.log(0.01):.2f} to {-math.log(0.0001):.2f}. Near 1 it is almost a straight line, $-\\log p \\approx 1 - p$: a small "
+                    "doubt costs little. Only confident mistakes are expensive. And what is a large loss? A uniform guess "
+                    f"over a vocabulary of 50,257 *tokens* (words and pieces of words) already costs {guess_50257:.1f}.",
+                    math.isclose(-math.log(0.0001), 2 * -math.log(0.01))
+                    and f"{guess_50257:.1f}" == "10.8"
+                    and abs(-math.log(0.99) - 0.01) < 1e-4
+                    and f"{-math.log(0.01):.1f}" == "4.6",
+                ),
             ),
         ]
     )
@@ -202,21 +207,23 @@ def _():
                 and torch.isclose(entropy(sure), sure.new_tensor(math.log(2)))
                 and torch.isclose(-torch.xlogy(sure, sure).sum(), sure.new_tensor(math.log(2))),
             ),
-            claim(
-                "SM-20",
-                f"Of 2,000 random distributions over {n} things none has more entropy than the uniform one, "
-                f"$\\log {n}$ = {math.log(n):.3f}; the most is {entropy(a).max().item():.3f}. Certainty has 0.",
-                (entropy(a) <= math.log(n)).all()
-                and torch.isclose(entropy(uniform), uniform.new_tensor(math.log(n)))
-                and entropy(torch.eye(n, dtype=torch.float64)).abs().max() == 0,
-            ),
-            claim(
-                "SM-20 SM-21",
-                "Mixing two sources never lowers the average uncertainty: $H$ is concave (it lies above each *chord*, "
-                r"the straight line between two of its points), and $\sum_i p_i \log p_i$ is convex (below each chord).",
-                (between >= chord - 1e-12).all()
-                and (negative((1 - t) * a + t * b) <= negative_chord + 1e-12).all()
-                and torch.allclose(negative(a), -entropy(a)),
+            details(
+                claim(
+                    "SM-20",
+                    f"Of 2,000 random distributions over {n} things none has more entropy than the uniform one, "
+                    f"$\\log {n}$ = {math.log(n):.3f}; the most is {entropy(a).max().item():.3f}. Certainty has 0.",
+                    (entropy(a) <= math.log(n)).all()
+                    and torch.isclose(entropy(uniform), uniform.new_tensor(math.log(n)))
+                    and entropy(torch.eye(n, dtype=torch.float64)).abs().max() == 0,
+                ),
+                claim(
+                    "SM-20 SM-21",
+                    "Mixing two sources never lowers the average uncertainty: $H$ is concave (it lies above each *chord*, "
+                    r"the straight line between two of its points), and $\sum_i p_i \log p_i$ is convex (below each chord).",
+                    (between >= chord - 1e-12).all()
+                    and (negative((1 - t) * a + t * b) <= negative_chord + 1e-12).all()
+                    and torch.allclose(negative(a), -entropy(a)),
+                ),
             ),
         ]
     )
@@ -305,16 +312,6 @@ def _(both, forecasts, on_average, y_rain, y_two):
     mo.vstack(
         [
             claim(
-                "TR-01",
-                f"For a one-hot $y$ the sum has one term: {by_formula.item():.4f} nats in an example of three classes, and "
-                "torch's `cross_entropy` and the library's loss agree.",
-                torch.isclose(by_formula, -probabilities[2].log())
-                and torch.isclose(
-                    by_formula, torch.nn.functional.cross_entropy(logits, torch.tensor(2))
-                )
-                and torch.isclose(by_formula, total_loss(logits[None, None], torch.tensor([[2]]))),
-            ),
-            claim(
                 "RG-10 TR-05",
                 f"The best forecast is the truth: {best['cross-entropy']:.2f} by cross-entropy, where the cost is the entropy "
                 f"{floor.item():.3f}, not 0. Every other forecast pays the *divergence* $\\sum_i y_i \\log (y_i / p_i)$ on top.",
@@ -323,17 +320,31 @@ def _(both, forecasts, on_average, y_rain, y_two):
                 and torch.allclose(on_average["cross-entropy"] - floor, divergence, atol=1e-12),
             ),
             claim(
-                "RG-10 E48 TR-05",
-                f"Squared error is just as honest: its best forecast is {best['Brier score']:.2f} too. And for three outcomes of "
-                "probabilities (0.7, 0.2, 0.1), of 231 forecasts the best by Brier score is (0.7, 0.2, 0.1). Such costs are called *proper*.",
-                abs(best["Brier score"] - y_rain) < 1e-9
-                and torch.equal(grid3[brier3.argmin()], three)
-                and abs(float(as_library) - brier3[0].item()) < 1e-12,
-            ),
-            claim(
                 "TR-05",
                 f"Counting wrong calls is no guide: {flat} of the 99 forecasts are equally good, however far from {y_rain:.2f}.",
                 flat >= 49,
+            ),
+            details(
+                claim(
+                    "TR-01",
+                    f"For a one-hot $y$ the sum has one term: {by_formula.item():.4f} nats in an example of three classes, and "
+                    "torch's `cross_entropy` and the library's loss agree.",
+                    torch.isclose(by_formula, -probabilities[2].log())
+                    and torch.isclose(
+                        by_formula, torch.nn.functional.cross_entropy(logits, torch.tensor(2))
+                    )
+                    and torch.isclose(
+                        by_formula, total_loss(logits[None, None], torch.tensor([[2]]))
+                    ),
+                ),
+                claim(
+                    "RG-10 E48 TR-05",
+                    f"Squared error is just as honest: its best forecast is {best['Brier score']:.2f} too. And for three outcomes of "
+                    "probabilities (0.7, 0.2, 0.1), of 231 forecasts the best by Brier score is (0.7, 0.2, 0.1). Such costs are called *proper*.",
+                    abs(best["Brier score"] - y_rain) < 1e-9
+                    and torch.equal(grid3[brier3.argmin()], three)
+                    and abs(float(as_library) - brier3[0].item()) < 1e-12,
+                ),
             ),
         ]
     )
@@ -364,7 +375,7 @@ def _():
             function, negative entropy and the squared norm, and its regret is the Bregman divergence of that function. The 0-1 cost is proper and not
             strictly so. The logarithm is the only *local* one for three or more classes: it reads $p$ at the outcome alone. That a
             minimiser is calibrated is a statement about the population: a network that has memorised its training set has a low
-            training loss and may be badly calibrated (lesson 18). Each has a companion that is convex in the
+            training loss and may be badly calibrated ([calibration](../tokens_and_calibration/)). Each has a companion that is convex in the
             logits, the Fenchel-Young loss of its regulariser (Blondel, Martins and Niculae 2020): cross-entropy after softmax, and the
             sparsemax loss, which bounds half the Brier regret of sparsemax from above.""",
     )
@@ -429,19 +440,21 @@ def _(brier_slope, ce_slope, truth_0, two_logits):
                 and torch.allclose(ce_slope, two_logits.detach().softmax(-1) - truth_0, atol=1e-12),
             ),
             claim(
-                "DV-23 E49",
-                "In the logits no entry of the slope exceeds 1. In the probability itself the slope is $-1/p$: "
-                + ", ".join(f"{s:,.0f}" for s in in_p.tolist())
-                + " at $p$ = 0.01, 0.0001, 0.00000001. So the tidy gradient belongs to the logits.",
-                (slope.abs() <= 1).all() and torch.allclose(in_p, -1 / rare_p.detach()),
-            ),
-            claim(
                 "TR-05 E48",
                 f"Sure and wrong by 8 logits, cross-entropy has the slope {ce_slope[-1, 1].item():.4f} and squared error "
                 f"{brier_slope[-1, 1].item():.4f}: it hardly learns there. This, and not honesty, is the difference.",
                 ce_slope[-1, 1] > 0.999
                 and brier_slope[-1, 1] < 0.002
                 and all(u <= v + 1e-12 for u, v in pairwise(ce_slope[:, 1].tolist())),
+            ),
+            details(
+                claim(
+                    "DV-23 E49",
+                    "In the logits no entry of the slope exceeds 1. In the probability itself the slope is $-1/p$: "
+                    + ", ".join(f"{s:,.0f}" for s in in_p.tolist())
+                    + " at $p$ = 0.01, 0.0001, 0.00000001. So the tidy gradient belongs to the logits.",
+                    (slope.abs() <= 1).all() and torch.allclose(in_p, -1 / rare_p.detach()),
+                ),
             ),
         ]
     )
@@ -587,31 +600,35 @@ def _(draw, fit, judge):
     mo.vstack(
         [
             table([{"loss": way} | numbers for way, numbers in means.items()]),
-            claim(
-                "TR-04",
-                f"In each of five repetitions: weight 19 finds {means['class weights']['ill people found']:.0%} of the ill instead of "
-                f"{means['plain']['ill people found']:.0%}, and drawing the rare class 19 times as often does about the same. The price: "
-                f"fewer calls are right, and the probabilities are no longer true. On average they say {means['class weights']['mean probability of ill']:.0%} "
-                "ill where 5% are.",
-                all(
-                    o["class weights"]["ill people found"] > o["plain"]["ill people found"] + 0.4
-                    and abs(
-                        o["resampled"]["ill people found"] - o["class weights"]["ill people found"]
-                    )
-                    < 0.1
-                    and o["class weights"]["right"] < o["plain"]["right"] - 0.1
-                    and o["class weights"]["mean probability of ill"] > 0.2
-                    and abs(o["plain"]["mean probability of ill"] - 0.05) < 0.015
-                    for o in outcomes
+            details(
+                claim(
+                    "TR-04",
+                    f"In each of five repetitions: weight 19 finds {means['class weights']['ill people found']:.0%} of the ill instead of "
+                    f"{means['plain']['ill people found']:.0%}, and drawing the rare class 19 times as often does about the same. The price: "
+                    f"fewer calls are right, and the probabilities are no longer true. On average they say {means['class weights']['mean probability of ill']:.0%} "
+                    "ill where 5% are.",
+                    all(
+                        o["class weights"]["ill people found"]
+                        > o["plain"]["ill people found"] + 0.4
+                        and abs(
+                            o["resampled"]["ill people found"]
+                            - o["class weights"]["ill people found"]
+                        )
+                        < 0.1
+                        and o["class weights"]["right"] < o["plain"]["right"] - 0.1
+                        and o["class weights"]["mean probability of ill"] > 0.2
+                        and abs(o["plain"]["mean probability of ill"] - 0.05) < 0.015
+                        for o in outcomes
+                    ),
                 ),
-            ),
-            claim(
-                "TR-04 RG-10",
-                "Here, where a linear classifier can be exactly right, both remedies only move the bar. Subtract $\\log 19$ from the logit of the rare class, and the probabilities "
-                f"are true again: {means['class weights, corrected']['mean probability of ill']:.1%} on average.",
-                all(
-                    abs(o["class weights, corrected"]["mean probability of ill"] - 0.05) < 0.015
-                    for o in outcomes
+                claim(
+                    "TR-04 RG-10",
+                    "Here, where a linear classifier can be exactly right, both remedies only move the bar. Subtract $\\log 19$ from the logit of the rare class, and the probabilities "
+                    f"are true again: {means['class weights, corrected']['mean probability of ill']:.1%} on average.",
+                    all(
+                        abs(o["class weights, corrected"]["mean probability of ill"] - 0.05) < 0.015
+                        for o in outcomes
+                    ),
                 ),
             ),
         ]
@@ -643,7 +660,7 @@ def _():
         assert value == math.inf, "A sure and wrong forecast costs infinitely much."
 
     exercise = Exercise(
-        lesson="l05_cross_entropy",
+        lesson="cross_entropy",
         task="Write `cross_entropy(y, p)` in nats for two vectors that each sum to 1. Zeros are allowed in both.",
         starter="""
     def cross_entropy(y, p):
@@ -680,11 +697,17 @@ def _(picker):
 
 
 @app.cell
-def _(run_path):
+def _():
+    own_text = text_field("the people of the united states")
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own_text, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    ids = torch.tensor(own.tokenizer.encode("the people of the united states")[:32])
-    ids = ids[: own.config.context]
+    ids = torch.tensor(token_ids(own_text.value, own.tokenizer, min(32, own.config.context)))
     with torch.no_grad():
         own_logits = own.model(ids[None, :-1]).double()
     surprises = target_losses(own_logits, ids[None, 1:])[0]
@@ -729,7 +752,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l05_cross_entropy")
+    footer("cross_entropy")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -46,7 +47,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l16_optimisers")
+    header("optimisers")
     return
 
 
@@ -186,25 +187,31 @@ def _():
                 "averages",
                 title="A constant gradient: Adam's steps with and without bias correction",
             ),
-            claim(
-                "OP-11 E68",
-                r"$v$ measures how *large* gradients are, not how much they change: constant gradients of $10^{-3}$, 1 and $10^3$ all give "
-                f"steps of {steady[1e-3][0]:.3f}, {steady[1.0][0]:.3f} and {steady[1e3][0]:.3f} rates. A millionth still gives {millionth[0]:.2f}; the missing "
-                r"hundredth is the $\varepsilon$ below the fraction.",
-                all(math.isclose(x, 1.0, rel_tol=1e-4) for steps in steady.values() for x in steps)
-                and all(math.isclose(x, 1 / 1.01, rel_tol=1e-6) for x in millionth),
-            ),
-            claim(
-                "OP-10 E68",
-                f"Without the correction the first step would be {raw[0]:.2f} rates and the {raw.index(max(raw)) + 1}th "
-                f"{max(raw):.2f}. With it the first step is one full rate: the correction prevents a leap, it is not a cautious start.",
-                round(raw[0], 2) == 3.16
-                and round(max(raw), 2) == 6.57
-                and raw.index(max(raw)) + 1 == 12
-                and all(
-                    math.isclose(a, b, rel_tol=1e-6) for a, b in zip(raw, _formula, strict=True)
-                )
-                and abs(steady[1.0][0] - 1) < 1e-6,
+            details(
+                claim(
+                    "OP-11 E68",
+                    r"$v$ measures how *large* gradients are, not how much they change: constant gradients of $10^{-3}$, 1 and $10^3$ all give "
+                    f"steps of {steady[1e-3][0]:.3f}, {steady[1.0][0]:.3f} and {steady[1e3][0]:.3f} rates. A millionth still gives {millionth[0]:.2f}; the missing "
+                    r"hundredth is the $\varepsilon$ below the fraction.",
+                    all(
+                        math.isclose(x, 1.0, rel_tol=1e-4)
+                        for steps in steady.values()
+                        for x in steps
+                    )
+                    and all(math.isclose(x, 1 / 1.01, rel_tol=1e-6) for x in millionth),
+                ),
+                claim(
+                    "OP-10 E68",
+                    f"Without the correction the first step would be {raw[0]:.2f} rates and the {raw.index(max(raw)) + 1}th "
+                    f"{max(raw):.2f}. With it the first step is one full rate: the correction prevents a leap, it is not a cautious start.",
+                    round(raw[0], 2) == 3.16
+                    and round(max(raw), 2) == 6.57
+                    and raw.index(max(raw)) + 1 == 12
+                    and all(
+                        math.isclose(a, b, rel_tol=1e-6) for a, b in zip(raw, _formula, strict=True)
+                    )
+                    and abs(steady[1.0][0] - 1) < 1e-6,
+                ),
             ),
         ]
     )
@@ -313,37 +320,40 @@ def _():
     mo.vstack(
         [
             mo.md("### Where the formulas end"),
-            claim(
-                "OP-18 E69",
-                f"Counted from $t = 0$, the warm-up begins with a rate of 0, a wasted step; here it begins with $1/T_w = {_cosine(0):g}$. "
-                f"Past $T$ the cosine would rise again, to {_printed(2 * _T - _Tw):g} at $2T - T_w$; here it stays at {_cosine(2 * _T - _Tw):g}, "
-                f"or at a smallest rate that you choose, such as {_floor(500):g}.",
-                min(0 / _Tw, 1) == 0
-                and _cosine(0) == 0.1
-                and _printed(2 * _T - _Tw) == 1.0
-                and _cosine(2 * _T - _Tw) == _cosine(_T) == 0.0
-                and math.isclose(_floor(500), 0.1),
-            ),
-            claim(
-                "OP-20 E70",
-                f"The original schedule peaks at $t = T_w$: {_peak:.3e} for width 512 and 4,000 steps of warm-up. At $t = 0$ it is undefined; "
-                "here steps count from 0 and it starts at $t + 1$. It is one option among others: today's large models mostly use warm-up and cosine, "
-                "or a plateau and a linear end.",
-                f"{_peak:.3e}" == "6.988e-04"
-                and math.isclose(_original(4000), _peak)
-                and _undefined
-                and all(
-                    math.isclose(_ours(t) * _peak, _original(t + 1)) for t in (0, 100, 3999, 9999)
+            details(
+                claim(
+                    "OP-18 E69",
+                    f"Counted from $t = 0$, the warm-up begins with a rate of 0, a wasted step; here it begins with $1/T_w = {_cosine(0):g}$. "
+                    f"Past $T$ the cosine would rise again, to {_printed(2 * _T - _Tw):g} at $2T - T_w$; here it stays at {_cosine(2 * _T - _Tw):g}, "
+                    f"or at a smallest rate that you choose, such as {_floor(500):g}.",
+                    min(0 / _Tw, 1) == 0
+                    and _cosine(0) == 0.1
+                    and _printed(2 * _T - _Tw) == 1.0
+                    and _cosine(2 * _T - _Tw) == _cosine(_T) == 0.0
+                    and math.isclose(_floor(500), 0.1),
                 ),
-            ),
-            claim(
-                "OP-15 E25",
-                r"$\beta_2$ can be warmed up too. It *rises*, from 0.99 to 0.999, because 0.99 is the smaller number: the averaging window "
-                rf"$1/(1 - \beta_2)$ grows from {_windows[0]:.0f} steps to {_windows[2]:.0f}. Early gradients, which change fast, are forgotten sooner. "
-                "That it helps is an experience, and not a theorem.",
-                [round(beta2(t), 3) for t in (0, 2000, 5000)] == [0.99, 0.999, 0.999]
-                and all(beta2(t + 1) >= beta2(t) for t in range(3000))
-                and [round(w) for w in _windows] == [100, 550, 1000, 1000],
+                claim(
+                    "OP-20 E70",
+                    f"The original schedule peaks at $t = T_w$: {_peak:.3e} for width 512 and 4,000 steps of warm-up. At $t = 0$ it is undefined; "
+                    "here steps count from 0 and it starts at $t + 1$. It is one option among others: today's large models mostly use warm-up and cosine, "
+                    "or a plateau and a linear end.",
+                    f"{_peak:.3e}" == "6.988e-04"
+                    and math.isclose(_original(4000), _peak)
+                    and _undefined
+                    and all(
+                        math.isclose(_ours(t) * _peak, _original(t + 1))
+                        for t in (0, 100, 3999, 9999)
+                    ),
+                ),
+                claim(
+                    "OP-15 E25",
+                    r"$\beta_2$ can be warmed up too. It *rises*, from 0.99 to 0.999, because 0.99 is the smaller number: the averaging window "
+                    rf"$1/(1 - \beta_2)$ grows from {_windows[0]:.0f} steps to {_windows[2]:.0f}. Early gradients, which change fast, are forgotten sooner. "
+                    "That it helps is an experience, and not a theorem.",
+                    [round(beta2(t), 3) for t in (0, 2000, 5000)] == [0.99, 0.999, 0.999]
+                    and all(beta2(t + 1) >= beta2(t) for t in range(3000))
+                    and [round(w) for w in _windows] == [100, 550, 1000, 1000],
+                ),
             ),
         ]
     )
@@ -448,20 +458,22 @@ def _(limit):
                     _before.new_tensor(1.0),
                 ),
             ),
-            claim(
-                "OP-24",
-                f"A norm of 50 and a limit of 5 give the factor {(_joined(_worked) / _before)[0]:.4f}.",
-                torch.allclose(_joined(_worked), 0.1 * _before, rtol=1e-6),
-            ),
-            claim(
-                "E71",
-                "Two cases need a guard. A gradient of 0 would divide by 0: it stays 0. A norm that is not a number cannot be repaired by a factor: "
-                f"`clip_` returns {_norms[1]} and touches nothing, so that the trainer can skip the step and name the parameter.",
-                _fails
-                and _norms[0] == 0.0
-                and torch.equal(_joined(_zero), torch.zeros(2, dtype=torch.float64))
-                and math.isnan(_norms[1])
-                and _bad[0].grad.tolist() == [3.0, 4.0],
+            details(
+                claim(
+                    "OP-24",
+                    f"A norm of 50 and a limit of 5 give the factor {(_joined(_worked) / _before)[0]:.4f}.",
+                    torch.allclose(_joined(_worked), 0.1 * _before, rtol=1e-6),
+                ),
+                claim(
+                    "E71",
+                    "Two cases need a guard. A gradient of 0 would divide by 0: it stays 0. A norm that is not a number cannot be repaired by a factor: "
+                    f"`clip_` returns {_norms[1]} and touches nothing, so that the trainer can skip the step and name the parameter.",
+                    _fails
+                    and _norms[0] == 0.0
+                    and torch.equal(_joined(_zero), torch.zeros(2, dtype=torch.float64))
+                    and math.isnan(_norms[1])
+                    and _bad[0].grad.tolist() == [3.0, 4.0],
+                ),
             ),
         ]
     )
@@ -552,23 +564,10 @@ def _():
     mo.vstack(
         [
             claim(
-                "OP-09",
-                "Adam written out and `fenchel.optim.adamw` without decay agree after 50 steps on three weights.",
-                torch.allclose(by_formula(0.0, "inside"), _plain, atol=1e-12),
-            ),
-            claim(
                 "OP-12 OP-13",
                 "With decay $0.3$: the formula with $\\lambda\\theta$ inside the averages is `adam_l2`, the one outside is `adamw`.",
                 torch.allclose(_inside, _l2, atol=1e-12)
                 and torch.allclose(_outside, _w, atol=1e-12),
-            ),
-            claim(
-                "E24",
-                r"Easily mistaken: $\theta - \eta\,(\hat m/(\sqrt{\hat v} + \varepsilon) + \lambda\theta)$ looks like L2 but is AdamW with its "
-                f"terms collected (largest difference {(_beside - _outside).abs().max():.0e}). True L2 ends elsewhere, "
-                f"{(_inside - _outside).abs().max():.3f} away.",
-                (_beside - _outside).abs().max() < 1e-12
-                and (_inside - _outside).abs().max() > 0.05,
             ),
             table(
                 [
@@ -580,19 +579,34 @@ def _():
                     for (rule, size), x in kept.items()
                 ]
             ),
-            claim(
-                "OP-14",
-                "Gradients that alternate in sign pull nowhere; only the decay is left. AdamW takes "
-                f"{3 - kept['adamw', 1.0]:.3f} off a weight of 3 with gradients of size 1 and {3 - kept['adamw', 100.0]:.3f} at size 100. "
-                f"With L2 it is {3 - kept['adam_l2', 1.0]:.3f} and {3 - kept['adam_l2', 100.0]:.3f}.",
-                math.isclose(kept["adamw", 1.0], kept["adamw", 100.0], rel_tol=1e-4)
-                and 3 - kept["adam_l2", 100.0] < 0.1 * (3 - kept["adam_l2", 1.0]),
-            ),
-            claim(
-                "RG-11",
-                "Without any gradient, plain descent with decay 0.5 and rate 0.1 multiplies a weight by $0.95$ per step.",
-                torch.allclose(
-                    _shrunk, torch.tensor([0.7, -1.3, 2.0], dtype=torch.float64) * 0.95**10
+            details(
+                claim(
+                    "OP-09",
+                    "Adam written out and `fenchel.optim.adamw` without decay agree after 50 steps on three weights.",
+                    torch.allclose(by_formula(0.0, "inside"), _plain, atol=1e-12),
+                ),
+                claim(
+                    "E24",
+                    r"Easily mistaken: $\theta - \eta\,(\hat m/(\sqrt{\hat v} + \varepsilon) + \lambda\theta)$ looks like L2 but is AdamW with its "
+                    f"terms collected (largest difference {(_beside - _outside).abs().max():.0e}). True L2 ends elsewhere, "
+                    f"{(_inside - _outside).abs().max():.3f} away.",
+                    (_beside - _outside).abs().max() < 1e-12
+                    and (_inside - _outside).abs().max() > 0.05,
+                ),
+                claim(
+                    "OP-14",
+                    "Gradients that alternate in sign pull nowhere; only the decay is left. AdamW takes "
+                    f"{3 - kept['adamw', 1.0]:.3f} off a weight of 3 with gradients of size 1 and {3 - kept['adamw', 100.0]:.3f} at size 100. "
+                    f"With L2 it is {3 - kept['adam_l2', 1.0]:.3f} and {3 - kept['adam_l2', 100.0]:.3f}.",
+                    math.isclose(kept["adamw", 1.0], kept["adamw", 100.0], rel_tol=1e-4)
+                    and 3 - kept["adam_l2", 100.0] < 0.1 * (3 - kept["adam_l2", 1.0]),
+                ),
+                claim(
+                    "RG-11",
+                    "Without any gradient, plain descent with decay 0.5 and rate 0.1 multiplies a weight by $0.95$ per step.",
+                    torch.allclose(
+                        _shrunk, torch.tensor([0.7, -1.3, 2.0], dtype=torch.float64) * 0.95**10
+                    ),
                 ),
             ),
         ]
@@ -679,15 +693,17 @@ def _():
                 and math.isclose(warm[0][0], 1 / 30, abs_tol=0.002)
                 and max(warm[0]) < 0.7,
             ),
-            claim(
-                "OP-21 OP-27",
-                f"The early leap costs something here: mean loss of the last ten steps {_end['constant, no warm-up']:.2f} without warm-up, and "
-                f"{_end['warm-up, then constant']:.2f}, {_end['warm-up and cosine']:.2f} and {_end['original']:.2f} for the three schedules with it (constant, cosine, original). "
-                "Warm-up won with all five seeds that were tried. The three differ less among themselves, and 100 steps say nothing about long runs.",
-                all(
-                    _end[name] < _end["constant, no warm-up"] - 0.1
-                    for name in runs
-                    if name != "constant, no warm-up"
+            details(
+                claim(
+                    "OP-21 OP-27",
+                    f"The early leap costs something here: mean loss of the last ten steps {_end['constant, no warm-up']:.2f} without warm-up, and "
+                    f"{_end['warm-up, then constant']:.2f}, {_end['warm-up and cosine']:.2f} and {_end['original']:.2f} for the three schedules with it (constant, cosine, original). "
+                    "Warm-up won with all five seeds that were tried. The three differ less among themselves, and 100 steps say nothing about long runs.",
+                    all(
+                        _end[name] < _end["constant, no warm-up"] - 0.1
+                        for name in runs
+                        if name != "constant, no warm-up"
+                    ),
                 ),
             ),
         ]
@@ -829,7 +845,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l16_optimisers",
+        lesson="optimisers",
         task="Write `adam(gradients, rate)`: the list of what Adam subtracts from one weight, for a list of gradients. "
         "The starter has the averages; the correction is missing.",
         starter="""
@@ -926,11 +942,13 @@ def _(run_path):
                 r"Every entry moves by $|g| / (|g| + \varepsilon)$ rates: one rate wherever $|g|$ is well above $10^{-8}$.",
                 _exact,
             ),
-            claim(
-                "OP-23",
-                f"The gradient of your whole model has the norm {_norm:.3f}; clipped to a tenth of it, {_left:.4f}.",
-                math.isclose(_norm, _total, rel_tol=1e-6)
-                and math.isclose(_left, _total / 10, rel_tol=1e-3),
+            details(
+                claim(
+                    "OP-23",
+                    f"The gradient of your whole model has the norm {_norm:.3f}; clipped to a tenth of it, {_left:.4f}.",
+                    math.isclose(_norm, _total, rel_tol=1e-6)
+                    and math.isclose(_left, _total / 10, rel_tol=1e-3),
+                ),
             ),
         ]
     )
@@ -950,7 +968,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l16_optimisers")
+    footer("optimisers")
     return
 
 

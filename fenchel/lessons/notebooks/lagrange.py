@@ -31,6 +31,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -45,7 +46,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l06_lagrange")
+    header("lagrange")
     return
 
 
@@ -141,13 +142,12 @@ def _():
     The best place is where the slope along the fence is 0. Lagrange's idea turns this into
     equations. Let $h(x, y) = x + y - 1$, which is 0 on the fence. The *gradient* $\nabla f$ is the
     list of the slopes of $f$ in the two directions of the map, and $\nabla h = (1, 1)$ points
-    straight across the fence: it is the *normal* of the fence. Then "no slope along the fence" reads
+    straight across the fence, its *normal*. Then "no slope along the fence" reads
 
     $$\nabla f + \nu\,\nabla h = 0, \qquad h = 0,$$
 
     with one new unknown $\nu$ (nu), the *multiplier*: $\nabla f$ is $-\nu$ times the normal. The sum
-    $L = f + \nu h$ is called the *Lagrangian*. With several constraints there is one multiplier for each, and
-    $\nabla f$ is a sum of multiples of their normals.
+    $L = f + \nu h$ is called the *Lagrangian*.
     """)
     return
 
@@ -173,14 +173,6 @@ def _(depth, on_fence, place):
     mo.vstack(
         [
             claim(
-                "SM-27",
-                f"The solver finds $(x, y) = (0, 1)$ and $\\nu = {best.nu.item():.0f}$; both equations "
-                "hold there to the last digits.",
-                torch.allclose(best.x, place(0.0), atol=1e-9)
-                and abs(best.nu.item() - 4.0) < 1e-9
-                and max(at_best.primal, at_best.stationarity) < 1e-9,
-            ),
-            claim(
                 "SM-28",
                 r"There $\nabla f = (-4, -4) = -4\,\nabla h$ is a multiple of the normal. At "
                 f"$x = -1$ and $x = 1$ a part of size {left_over[0]:.2f} and {left_over[2]:.2f} is left over: "
@@ -192,11 +184,21 @@ def _(depth, on_fence, place):
                 and left_over[1] < 1e-9
                 and min(left_over[0], left_over[2]) > 1.0,
             ),
-            claim(
-                "SM-27",
-                "The multiplier is a price. Move the fence towards the summit, to $x + y = 1 + \\varepsilon$: the best "
-                f"place rises by {gain.item():.3f} metres per unit of $\\varepsilon$, which is $\\nu$.",
-                abs(gain.item() - best.nu.item()) < 1e-3,
+            details(
+                claim(
+                    "SM-27",
+                    f"The solver finds $(x, y) = (0, 1)$ and $\\nu = {best.nu.item():.0f}$; both equations "
+                    "hold there to the last digits.",
+                    torch.allclose(best.x, place(0.0), atol=1e-9)
+                    and abs(best.nu.item() - 4.0) < 1e-9
+                    and max(at_best.primal, at_best.stationarity) < 1e-9,
+                ),
+                claim(
+                    "SM-27",
+                    "The multiplier is a price. Move the fence towards the summit, to $x + y = 1 + \\varepsilon$: the best "
+                    f"place rises by {gain.item():.3f} metres per unit of $\\varepsilon$, which is $\\nu$.",
+                    abs(gain.item() - best.nu.item()) < 1e-3,
+                ),
             ),
         ]
     )
@@ -241,17 +243,19 @@ def _(fence, place):
     origin = torch.zeros(2, dtype=torch.float64)
     stuck = multipliers(touching, origin)
     no_way = torch.func.grad(lambda x: touching.lagrangian(x, stuck.mu, stuck.nu))(origin)
-    claim(
-        "E07",
-        "One condition is easily forgotten, the *constraint qualification*: the normals of the "
-        "constraints must be *linearly independent*: none is a sum of multiples of the others (the matrix $\\nabla h$ has full row "
-        "rank). Our fence has a single normal that is not 0, so it holds. Two "
-        "circles that touch in one point have parallel normals there; that point is the best for any $f$, since it is "
-        f"the only one, and yet for $f = x$ a slope of {no_way.norm().item():.0f} remains that no multipliers cancel.",
-        licq(fence, place(0.0))
-        and not licq(touching, origin)
-        and touching.h(origin).abs().max() == 0
-        and abs(no_way.norm().item() - 1.0) < 1e-9,
+    details(
+        claim(
+            "E07",
+            "One condition is easily forgotten, the *constraint qualification*: the normals of the "
+            "constraints must be *linearly independent*: none is a sum of multiples of the others (the matrix $\\nabla h$ has full row "
+            "rank). Our fence has a single normal that is not 0, so it holds. Two "
+            "circles that touch in one point have parallel normals there; that point is the best for any $f$, since it is "
+            f"the only one, and yet for $f = x$ a slope of {no_way.norm().item():.0f} remains that no multipliers cancel.",
+            licq(fence, place(0.0))
+            and not licq(touching, origin)
+            and touching.h(origin).abs().max() == 0
+            and abs(no_way.norm().item() - 1.0) < 1e-9,
+        ),
     )
     return
 
@@ -354,8 +358,9 @@ def _(b, bounds_below, depth, found, lowest, push):
     _recipe = [-3.0 * (0.25 * i) ** 2 / 8.0 + (4.0 - b) * 0.25 * i for i in range(33)]
     mo.vstack(
         [
-            mo.md(r"""
-            **The recipe**, which works for every convex problem whose Lagrangian you can minimise by hand:
+            details(
+                mo.md(r"""
+            It works for every convex problem whose Lagrangian you can minimise by hand:
 
             1. Write $L = (x-2)^2 + 2(y-2)^2 + \mu (x + y - b)$.
             2. Minimise it without any fence (complete the square in $x$ and in $y$): $x = 2 - \mu/2$, $\;y = 2 - \mu/4$. Its minimum is
@@ -363,13 +368,15 @@ def _(b, bounds_below, depth, found, lowest, push):
             3. Maximise $d$ over $\mu \ge 0$: $\mu = \tfrac43 (4 - b)$, or $0$ if that is negative.
             4. Put this $\mu$ into step 2.
             """),
-            claim(
-                "SM-32",
-                f"The recipe gives $\\mu = {push:.3f}$ and the point ({by_price(push)[0].item():.3f}, "
-                f"{by_price(push)[1].item():.3f}), the same as the solver; its formula for $d$ is the curve above.",
-                torch.allclose(by_price(push), found.x, atol=1e-3)
-                and abs(depth(by_price(push)).item() - lowest) < 1e-4
-                and all(abs(r - d) < 1e-8 for r, d in zip(_recipe, bounds_below, strict=True)),
+                claim(
+                    "SM-32",
+                    f"The recipe gives $\\mu = {push:.3f}$ and the point ({by_price(push)[0].item():.3f}, "
+                    f"{by_price(push)[1].item():.3f}), the same as the solver; its formula for $d$ is the curve above.",
+                    torch.allclose(by_price(push), found.x, atol=1e-3)
+                    and abs(depth(by_price(push)).item() - lowest) < 1e-4
+                    and all(abs(r - d) < 1e-8 for r, d in zip(_recipe, bounds_below, strict=True)),
+                ),
+                title="The recipe",
             ),
         ]
     )
@@ -408,11 +415,13 @@ def _(depth):
                     for case, row in zip(_cases, four, strict=True)
                 ]
             ),
-            claim(
-                "SM-30",
-                "Four wrong answers, each with exactly one residual that is not 0, each time another one. "
-                "So none of the four conditions can be dropped.",
-                torch.equal(caught, torch.eye(4, dtype=torch.bool)),
+            details(
+                claim(
+                    "SM-30",
+                    "Four wrong answers, each with exactly one residual that is not 0, each time another one. "
+                    "So none of the four conditions can be dropped.",
+                    torch.equal(caught, torch.eye(4, dtype=torch.bool)),
+                ),
             ),
         ]
     )
@@ -440,46 +449,42 @@ def _(depth):
     top = torch.ones(2, dtype=torch.float64)
     _at_top = multipliers(circle, top)
     tilt = torch.func.grad(lambda x: circle.lagrangian(x, _at_top.mu, _at_top.nu))(top)
-    mo.vstack(
-        [
-            mo.md(r"""
-            ## What the conditions guarantee, and when
-
+    details(
+        mo.md(r"""
             For a *convex* program ($f$ and every $g$ curve upwards like a bowl: the straight line between two of their points is never below them; every equation $h = 0$ is a straight one, that is
             *affine*) two different things are true, and they need different assumptions.
 
             The first needs only one line. A convex $L = f + \mu g$ is lowest where it is stationary, at $x^*$, and $\mu g = 0$ there. So for every
             $x$ on your side $f(x^*) = L(x^*) \le L(x) = f(x) + \mu\,g(x) \le f(x)$, because $\mu \ge 0$ and $g(x) \le 0$.
             """),
-            claim(
-                "E04",
-                f"KKT is **sufficient**, always: none of {len(rivals)} random points of the near side lies higher than "
-                f"the certified $(0, 1)$; the best of them is {rivals.min().item():.2f} metres below the summit, the certified one 6.",
-                rivals.min() >= 6.0,
+        claim(
+            "E04",
+            f"KKT is **sufficient**, always: none of {len(rivals)} random points of the near side lies higher than "
+            f"the certified $(0, 1)$; the best of them is {rivals.min().item():.2f} metres below the summit, the certified one 6.",
+            rivals.min() >= 6.0,
+        ),
+        claim(
+            "E04 SM-31",
+            "KKT is **necessary** if Slater's condition holds. Without it a solution may have no multipliers: "
+            "minimise $x$ subject to $x^2 \\le 0$. Only 0 is allowed, so 0 is best, but "
+            f"$1 + \\mu \\cdot 2x = 1$ there. Prices 1, 10, 100 reach {duals[0]:g}, {duals[1]:g}, {duals[2]:g}: "
+            "closer and closer to 0, and no price gets there.",
+            slater_point(needle, zero + 1.0) is None
+            and residuals(needle, *multipliers(needle, zero)).stationarity == 1
+            and all(
+                abs(d + 1 / (4 * m)) < 1e-6 for d, m in zip(duals, (1.0, 10.0, 100.0), strict=True)
             ),
-            claim(
-                "E04 SM-31",
-                "KKT is **necessary** if Slater's condition holds. Without it a solution may have no multipliers: "
-                "minimise $x$ subject to $x^2 \\le 0$. Only 0 is allowed, so 0 is best, but "
-                f"$1 + \\mu \\cdot 2x = 1$ there. Prices 1, 10, 100 reach {duals[0]:g}, {duals[1]:g}, {duals[2]:g}: "
-                "closer and closer to 0, and no price gets there.",
-                slater_point(needle, zero + 1.0) is None
-                and residuals(needle, *multipliers(needle, zero)).stationarity == 1
-                and all(
-                    abs(d + 1 / (4 * m)) < 1e-6
-                    for d, m in zip(duals, (1.0, 10.0, 100.0), strict=True)
-                ),
-            ),
-            claim(
-                "E04",
-                "**Affine equations** matter. On the circle $x^2 + y^2 = 2$ the point $(1, 1)$ satisfies every condition "
-                f"with $\\nu = {_at_top.nu.item():.1f}$, and $x + y = 2$ is the *largest* value there, not the least, "
-                "which is $-2$.",
-                tilt.abs().max() < 1e-9
-                and circle.h(top).abs().max() < 1e-12
-                and circle.objective(-top) < circle.objective(top),
-            ),
-        ]
+        ),
+        claim(
+            "E04",
+            "**Affine equations** matter. On the circle $x^2 + y^2 = 2$ the point $(1, 1)$ satisfies every condition "
+            f"with $\\nu = {_at_top.nu.item():.1f}$, and $x + y = 2$ is the *largest* value there, not the least, "
+            "which is $-2$.",
+            tilt.abs().max() < 1e-9
+            and circle.h(top).abs().max() < 1e-12
+            and circle.objective(-top) < circle.objective(top),
+        ),
+        title="What the conditions guarantee, and when",
     )
     return
 
@@ -490,11 +495,11 @@ def _():
     ## The unknown can be a whole curve
 
     You know little about a waiting time: it lies between 0 and 6 minutes, and perhaps its average. Which
-    distribution should you assume? One answer: the one that claims least beyond what you know, the one with the
-    largest *entropy* $-\int q \log q$, a measure of spread ($\int$ adds up over all minutes). The unknown is now a function $q$, the
-    *density*: its area above a stretch of time is the probability of that stretch. Each thing that you know is a constraint with a
-    multiplier: $\nu_0$ for the whole area 1, $\nu_1$ for the mean, $\nu_2$ for the mean of $x^2$. Set the
-    slope of the Lagrangian at every single point to 0 (the slope of $q \log q$ is $\log q + 1$):
+    distribution claims least beyond that? The one with the
+    largest *entropy* $-\int q \log q$, a measure of spread. The unknown is now a function $q$, the
+    *density*: its area above a stretch of time is the probability of that stretch. Each thing that you know has a
+    multiplier: $\nu_0$ for the whole area 1, $\nu_1$ for the mean, $\nu_2$ for the mean of $x^2$. The
+    slope of the Lagrangian is 0 at every single point:
 
     $$\log q(x) + 1 + \nu_0 + \nu_1 x + \nu_2 x^2 = 0,$$
 
@@ -545,6 +550,7 @@ def _(known):
                 "minutes",
                 "density",
                 title=f"Largest entropy, known: {known.value}",
+                y_range=(0, 0.5),
             ),
             claim(
                 "SM-29",
@@ -568,21 +574,23 @@ def _(grid, widest, width):
     twice = torch.cat([bell_moments, 2 * bell_moments[:1]])
     mo.vstack(
         [
-            claim(
-                "SM-29",
-                "Nothing known: the uniform density. Mean 3 and variance 0.25: the bell curve of Gauss, to "
-                f"{(bell - gauss).abs().max().item():.0e}. Its formula was not put in: it follows from the moments and the entropy.",
-                torch.allclose(flat, torch.full_like(flat, 1 / 6), atol=1e-9)
-                and (bell - gauss).abs().max() < 1e-5,
-            ),
-            claim(
-                "E07 SM-29",
-                "The qualification in a space of functions: the linear map from changes of $q$ to changes of the "
-                "constraints must be *onto*: every small change of the constraints can be brought about. Here its matrix has rank 3 with 3 constraints. State one of them twice, and it "
-                "has 4 rows and rank 3: the multipliers are no longer unique.",
-                torch.linalg.matrix_rank(bell_moments * width) == 3
-                and twice.shape[0] == 4
-                and torch.linalg.matrix_rank(twice * width) == 3,
+            details(
+                claim(
+                    "SM-29",
+                    "Nothing known: the uniform density. Mean 3 and variance 0.25: the bell curve of Gauss, to "
+                    f"{(bell - gauss).abs().max().item():.0e}. Its formula was not put in: it follows from the moments and the entropy.",
+                    torch.allclose(flat, torch.full_like(flat, 1 / 6), atol=1e-9)
+                    and (bell - gauss).abs().max() < 1e-5,
+                ),
+                claim(
+                    "E07 SM-29",
+                    "The qualification in a space of functions: the linear map from changes of $q$ to changes of the "
+                    "constraints must be *onto*: every small change of the constraints can be brought about. Here its matrix has rank 3 with 3 constraints. State one of them twice, and it "
+                    "has 4 rows and rank 3: the multipliers are no longer unique.",
+                    torch.linalg.matrix_rank(bell_moments * width) == 3
+                    and twice.shape[0] == 4
+                    and torch.linalg.matrix_rank(twice * width) == 3,
+                ),
             ),
         ]
     )
@@ -644,12 +652,6 @@ def _(lowered):
                 y_range=(0, 1),
             ),
             claim(
-                "SM-19",
-                "Both answers lie in the simplex: no negative entry, sum 1. The scores themselves do not.",
-                max(fenchel.kkt(soft, scores, w).primal for w in (p, s)) < 1e-9
-                and fenchel.kkt(soft, scores, scores).primal > 0.01,
-            ),
-            claim(
                 "SM-33",
                 "Softmax: $z_i - \\log p_i - 1 - \\nu = 0$ for all four with one $\\nu = "
                 f"{p_prices.total.item():.4f}$, and no push. Sparsemax: a push only where the weight is 0; here "
@@ -659,6 +661,14 @@ def _(lowered):
                 and (s_prices.floor >= 0).all()
                 and ((s_prices.floor > 1e-9) <= (s == 0)).all()
                 and max(fenchel.kkt(sparse, scores, s)) < 1e-9,
+            ),
+            details(
+                claim(
+                    "SM-19",
+                    "Both answers lie in the simplex: no negative entry, sum 1. The scores themselves do not.",
+                    max(fenchel.kkt(soft, scores, w).primal for w in (p, s)) < 1e-9
+                    and fenchel.kkt(soft, scores, scores).primal > 0.01,
+                ),
             ),
         ]
     )
@@ -684,24 +694,26 @@ def _():
     ]
     mo.vstack(
         [
-            claim(
-                "PD-20 SM-33",
-                "The general solver of this lesson, given the two problems and nothing else, returns softmax and "
-                "sparsemax. For the first all pushes vanish and the best total is "
-                f"$\\log \\sum_i e^{{z_i}} = {_lse.item():.4f}$, with $\\nu = {by_entropy.nu.item():.4f}$, one less.",
-                torch.allclose(by_entropy.x, fenchel.Softmax().weights(_z), atol=1e-6)
-                and torch.allclose(by_square.x, fenchel.Sparsemax().weights(_z), atol=1e-6)
-                and by_entropy.mu.max() < 1e-6
-                and torch.equal(by_square.mu > 0.01, by_square.x < 1e-6)
-                and abs(by_entropy.nu.item() - _lse.item() + 1.0) < 1e-6,
-            ),
-            claim(
-                "E05",
-                "Keep two letters apart that many books both call $\\lambda$: a multiplier ($\\mu$, $\\nu$) is *found*, "
-                "the inverse temperature $\\beta = 1/T$ is *chosen*. With $\\beta = 2$, raising all scores by 1 moves "
-                f"$\\nu$ from {_nu[0]:.3f} to {_nu[1]:.3f}; $\\beta$ and the weights stay.",
-                abs(_nu[1] - _nu[0] - 2.0) < 1e-9
-                and torch.allclose(_soft.weights(_z), _soft.weights(_z + 1.0)),
+            details(
+                claim(
+                    "PD-20 SM-33",
+                    "The general solver of this lesson, given the two problems and nothing else, returns softmax and "
+                    "sparsemax. For the first all pushes vanish and the best total is "
+                    f"$\\log \\sum_i e^{{z_i}} = {_lse.item():.4f}$, with $\\nu = {by_entropy.nu.item():.4f}$, one less.",
+                    torch.allclose(by_entropy.x, fenchel.Softmax().weights(_z), atol=1e-6)
+                    and torch.allclose(by_square.x, fenchel.Sparsemax().weights(_z), atol=1e-6)
+                    and by_entropy.mu.max() < 1e-6
+                    and torch.equal(by_square.mu > 0.01, by_square.x < 1e-6)
+                    and abs(by_entropy.nu.item() - _lse.item() + 1.0) < 1e-6,
+                ),
+                claim(
+                    "E05",
+                    "Keep two letters apart that many books both call $\\lambda$: a multiplier ($\\mu$, $\\nu$) is *found*, "
+                    "the inverse temperature $\\beta = 1/T$ is *chosen*. With $\\beta = 2$, raising all scores by 1 moves "
+                    f"$\\nu$ from {_nu[0]:.3f} to {_nu[1]:.3f}; $\\beta$ and the weights stay.",
+                    abs(_nu[1] - _nu[0] - 2.0) < 1e-9
+                    and torch.allclose(_soft.weights(_z), _soft.weights(_z + 1.0)),
+                ),
             ),
         ]
     )
@@ -728,7 +740,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l06_lagrange",
+        lesson="lagrange",
         task="Write `nearest(a, n, b)`: the point $x$ nearest to $a$ among those with "
         r"$\langle n, x\rangle \le b$, and its multiplier $\mu$ for $f = |x - a|^2$ and "
         r"$g = \langle n, x\rangle - b$. ($\langle n, x\rangle$, the sum of the products $n_i x_i$, is `n @ x`.) The starter has the "
@@ -828,7 +840,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l06_lagrange")
+    footer("lagrange")
     return
 
 

@@ -25,17 +25,20 @@ with app.setup:
         NTKScaling,
         RelativeBias,
         YarnScaling,
+        head_patterns,
         rotary,
         trace,
     )
     from fenchel.attention.bias import bucket, slope
     from fenchel.attention.rotary import to_half, to_pairs
+    from fenchel.evaluate import attention_maps
     from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -43,6 +46,8 @@ with app.setup:
         proof,
         question,
         run_picker,
+        text_field,
+        token_ids,
         what_breaks,
     )
     from fenchel.model import ModelConfig, Transformer
@@ -52,7 +57,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l13_positions")
+    header("positions")
     return
 
 
@@ -141,7 +146,7 @@ def _(kind, order):
         "word",
         "change of its output",
         title=f"dog bites man in a new order, positions: {kind.value}",
-        y_range=(0, 2),
+        y_range=(0, 3.2),
     )
     return
 
@@ -178,13 +183,16 @@ def _():
                 "says which way is back.",
                 _none < 1e-12 and min(_others) > 0.05 and _change["alibi", "reversed"] < 1e-12,
             ),
-            claim(
-                "PO-23",
-                "The first token has position 0, and padding before it does not count: with two empty slots in "
-                "front the model gives the same logits.",
-                torch.allclose(_plain, _behind, atol=1e-12)
-                and torch.equal(
-                    sinusoids(torch.tensor([0]), 4), torch.tensor([[0.0, 1.0, 0.0, 1.0]]).double()
+            details(
+                claim(
+                    "PO-23",
+                    "The first token has position 0, and padding before it does not count: with two empty slots in "
+                    "front the model gives the same logits.",
+                    torch.allclose(_plain, _behind, atol=1e-12)
+                    and torch.equal(
+                        sinusoids(torch.tensor([0]), 4),
+                        torch.tensor([[0.0, 1.0, 0.0, 1.0]]).double(),
+                    ),
                 ),
             ),
         ]
@@ -307,38 +315,42 @@ def _(d, mapped, positions, speeds, waves):
     _odd = sinusoids(positions, 7)
     mo.vstack(
         [
-            claim(
-                "PO-01",
-                "The library's vectors are these sines and cosines, entry by entry.",
-                torch.allclose(waves[:, 0::2], torch.sin(positions[:, None] * speeds), atol=1e-12)
-                and torch.allclose(
-                    waves[:, 1::2], torch.cos(positions[:, None] * speeds), atol=1e-12
+            details(
+                claim(
+                    "PO-01",
+                    "The library's vectors are these sines and cosines, entry by entry.",
+                    torch.allclose(
+                        waves[:, 0::2], torch.sin(positions[:, None] * speeds), atol=1e-12
+                    )
+                    and torch.allclose(
+                        waves[:, 1::2], torch.cos(positions[:, None] * speeds), atol=1e-12
+                    ),
                 ),
-            ),
-            claim(
-                "PO-02",
-                r"Going on by $k$ tokens is one fixed rotation: $PE(m + k) = R_k\, PE(m)$ with the same $R_k$ for "
-                f"every $m$ (checked for $k = {_k}$ and 293 positions).",
-                torch.allclose(waves[_k:], waves[:-_k] @ _shift.T, rtol=0, atol=1e-12),
-            ),
-            claim(
-                "PO-03 E36",
-                r"Their products depend on $|m - n|$ alone: along a diagonal they differ by "
-                f"{_spread(_products):.0e}. This needs an even width (with 7 entries one is left without a "
-                f"partner and they differ by {_spread(_odd @ _odd.T):.3f}) and raw vectors: after random "
-                rf"$W_Q$ and $W_K$ they differ by {_spread(mapped):.1f}, and the standard deviation of all these "
-                f"scores is {mapped.std().item():.1f}.",
-                torch.allclose(_products, _by_cosines, atol=1e-9)
-                and _spread(_products) < 1e-10
-                and _spread(_odd @ _odd.T) > 1e-5
-                and _spread(mapped) > 3 * mapped.std(),
-            ),
-            claim(
-                "PO-03 E36",
-                f"A larger distance is not always a smaller product: it rises in {_rises} of 299 steps, and is "
-                f"{_along[100]:.1f} at distance 100 against {_along[50]:.1f} at 50.",
-                (_rises, round(_along[100].item(), 1), round(_along[50].item(), 1))
-                == (135, 17.9, 15.7),
+                claim(
+                    "PO-02",
+                    r"Going on by $k$ tokens is one fixed rotation: $PE(m + k) = R_k\, PE(m)$ with the same $R_k$ for "
+                    f"every $m$ (checked for $k = {_k}$ and 293 positions).",
+                    torch.allclose(waves[_k:], waves[:-_k] @ _shift.T, rtol=0, atol=1e-12),
+                ),
+                claim(
+                    "PO-03 E36",
+                    r"Their products depend on $|m - n|$ alone: along a diagonal they differ by "
+                    f"{_spread(_products):.0e}. This needs an even width (with 7 entries one is left without a "
+                    f"partner and they differ by {_spread(_odd @ _odd.T):.3f}) and raw vectors: after random "
+                    rf"$W_Q$ and $W_K$ they differ by {_spread(mapped):.1f}, and the standard deviation of all these "
+                    f"scores is {mapped.std().item():.1f}.",
+                    torch.allclose(_products, _by_cosines, atol=1e-9)
+                    and _spread(_products) < 1e-10
+                    and _spread(_odd @ _odd.T) > 1e-5
+                    and _spread(mapped) > 3 * mapped.std(),
+                ),
+                claim(
+                    "PO-03 E36",
+                    f"A larger distance is not always a smaller product: it rises in {_rises} of 299 steps, and is "
+                    f"{_along[100]:.1f} at distance 100 against {_along[50]:.1f} at 50.",
+                    (_rises, round(_along[100].item(), 1), round(_along[50].item(), 1))
+                    == (135, 17.9, 15.7),
+                ),
             ),
         ]
     )
@@ -481,46 +493,42 @@ def _(k, q):
     _pairs = rotated(q, [4], layout="pairs") @ rotated(k, [11], layout="pairs").T
     _half = rotated(to_half(q), [4]) @ rotated(to_half(k), [11]).T
     _mixed = rotated(q, [4]) @ rotated(k, [11]).T
-    mo.vstack(
-        [
-            mo.md("### Four details that are easily mistaken"),
-            claim(
-                "PO-05 PO-06 PO-10",
-                r"The code multiplies entry by entry, with two products per entry, and builds no matrix. It equals the "
-                r"block matrix of rotations on consecutive pairs $(2i, 2i+1)$, for queries and for keys.",
-                torch.allclose(_by_entries, _R @ q, atol=1e-12)
-                and torch.allclose(rotated(k, [_m], layout="pairs")[0], _R @ k, atol=1e-12),
-            ),
-            claim(
-                "PO-09",
-                "A rotation keeps lengths: over 500 positions the norm of a query changes by "
-                f"{(_all.norm(dim=-1) - q.norm()).abs().max():.0e}.",
-                torch.allclose(_all.norm(dim=-1), q.norm().expand(500), atol=1e-12),
-            ),
-            claim(
-                "PO-07 E33",
-                r"The exponent contains the width of a *head*, $d_k$, not of the model. With $d_k = 64$ the slowest hand "
-                rf"moves by {_slow[1]:.4g} per token and needs {_turn[1]:,.0f} tokens for a turn. With "
-                rf"$d_{{model}} = 512$ in its place it would move by {_slow[0]:.4f}, a turn in {_turn[0]:.0f} tokens, and "
-                "nothing could tell token 5 from token 24 by it.",
-                round(_slow[0], 4) == 0.3278
-                and round(_turn[0]) == 19
-                and f"{_slow[1]:.4g}" == "0.0001334"
-                and round(_turn[1]) == 47117
-                and torch.allclose(
-                    rotated(torch.eye(64).double()[31], [1])[0, 31], _right[-1].cos()
-                ),
-            ),
-            claim(
-                "PO-11 E34",
-                r"Two layouts are in use. One rotates entries $2i$ and $2i+1$ together, the other $i$ and $i + d_k/2$. After a "
-                f"fixed reordering they are equal ({_pairs.item():.4f} and {_half.item():.4f}). Weights of one read by "
-                f"the other give {_mixed.item():.4f}, without any error message.",
-                torch.allclose(_pairs, _half, atol=1e-12)
-                and torch.equal(to_pairs(to_half(q)), q)
-                and (_pairs - _mixed).abs().item() > 0.1,
-            ),
-        ]
+    details(
+        claim(
+            "PO-05 PO-06 PO-10",
+            r"The code multiplies entry by entry, with two products per entry, and builds no matrix. It equals the "
+            r"block matrix of rotations on consecutive pairs $(2i, 2i+1)$, for queries and for keys.",
+            torch.allclose(_by_entries, _R @ q, atol=1e-12)
+            and torch.allclose(rotated(k, [_m], layout="pairs")[0], _R @ k, atol=1e-12),
+        ),
+        claim(
+            "PO-09",
+            "A rotation keeps lengths: over 500 positions the norm of a query changes by "
+            f"{(_all.norm(dim=-1) - q.norm()).abs().max():.0e}.",
+            torch.allclose(_all.norm(dim=-1), q.norm().expand(500), atol=1e-12),
+        ),
+        claim(
+            "PO-07 E33",
+            r"The exponent contains the width of a *head*, $d_k$, not of the model. With $d_k = 64$ the slowest hand "
+            rf"moves by {_slow[1]:.4g} per token and needs {_turn[1]:,.0f} tokens for a turn. With "
+            rf"$d_{{model}} = 512$ in its place it would move by {_slow[0]:.4f}, a turn in {_turn[0]:.0f} tokens, and "
+            "nothing could tell token 5 from token 24 by it.",
+            round(_slow[0], 4) == 0.3278
+            and round(_turn[0]) == 19
+            and f"{_slow[1]:.4g}" == "0.0001334"
+            and round(_turn[1]) == 47117
+            and torch.allclose(rotated(torch.eye(64).double()[31], [1])[0, 31], _right[-1].cos()),
+        ),
+        claim(
+            "PO-11 E34",
+            r"Two layouts are in use. One rotates entries $2i$ and $2i+1$ together, the other $i$ and $i + d_k/2$. After a "
+            f"fixed reordering they are equal ({_pairs.item():.4f} and {_half.item():.4f}). Weights of one read by "
+            f"the other give {_mixed.item():.4f}, without any error message.",
+            torch.allclose(_pairs, _half, atol=1e-12)
+            and torch.equal(to_pairs(to_half(q)), q)
+            and (_pairs - _mixed).abs().item() > 0.1,
+        ),
+        title="Four details that are easily mistaken",
     )
     return
 
@@ -615,49 +623,51 @@ def _():
     _six = slope(torch.arange(6), 6)
     mo.vstack(
         [
-            claim(
-                "PO-14 PO-16",
-                r"ALiBi is $\mathrm{softmax}(QK^\top/\sqrt{d_k} + \text{bias})\,V$. It has nothing to learn and adds "
-                "nothing to the tokens, and the bias is linear in the distance.",
-                torch.allclose(_steps.weights, _by_hand, atol=1e-12)
-                and torch.allclose(_steps.outputs, _by_hand @ _v, atol=1e-12)
-                and not any(
-                    "pos" in n or "relative" in n
-                    for n, _ in Transformer(
-                        ModelConfig(vocabulary=8, width=32, positions="alibi")
-                    ).named_parameters()
+            details(
+                claim(
+                    "PO-14 PO-16",
+                    r"ALiBi is $\mathrm{softmax}(QK^\top/\sqrt{d_k} + \text{bias})\,V$. It has nothing to learn and adds "
+                    "nothing to the tokens, and the bias is linear in the distance.",
+                    torch.allclose(_steps.weights, _by_hand, atol=1e-12)
+                    and torch.allclose(_steps.outputs, _by_hand @ _v, atol=1e-12)
+                    and not any(
+                        "pos" in n or "relative" in n
+                        for n, _ in Transformer(
+                            ModelConfig(vocabulary=8, width=32, positions="alibi")
+                        ).named_parameters()
+                    ),
                 ),
-            ),
-            claim(
-                "PO-15",
-                "Eight heads have the slopes 1/2, 1/4, ..., 1/256. If the number of heads is no power of two, the "
-                "slopes of the next smaller power come first, then every second one of the next larger: six heads "
-                f"have {', '.join(f'{m:.4g}' for m in _six.tolist())}.",
-                torch.allclose(_slopes.flatten(), 0.5 ** torch.arange(1, 9).double())
-                and torch.allclose(
-                    _six,
-                    torch.cat((0.25 ** torch.arange(1, 5), 0.5 ** torch.tensor([1.0, 3.0]))),
+                claim(
+                    "PO-15",
+                    "Eight heads have the slopes 1/2, 1/4, ..., 1/256. If the number of heads is no power of two, the "
+                    "slopes of the next smaller power come first, then every second one of the next larger: six heads "
+                    f"have {', '.join(f'{m:.4g}' for m in _six.tolist())}.",
+                    torch.allclose(_slopes.flatten(), 0.5 ** torch.arange(1, 9).double())
+                    and torch.allclose(
+                        _six,
+                        torch.cat((0.25 ** torch.arange(1, 5), 0.5 ** torch.tensor([1.0, 3.0]))),
+                    ),
                 ),
-            ),
-            claim(
-                "E38",
-                r"Under a causal mask $-m|i-j|$, $-m(i-j)$ and $+m j$ give the same weights (within "
-                f"{_apart[True]:.0e}): a shift of all scores of a query changes nothing. Without the mask they "
-                f"differ by up to {_apart[False]:.2f}.",
-                _apart[True] < 1e-14 and _apart[False] > 0.1,
-            ),
-            claim(
-                "PO-24",
-                r"A bias is the logarithm of a *prior* $u_{ij}$, a preference before any score is known: the weights are "
-                r"proportional to $u_{ij}\, e^{z_{ij}}$.",
-                torch.allclose(
-                    _steps.weights, _product / _product.sum(-1, keepdim=True), atol=1e-12
+                claim(
+                    "E38",
+                    r"Under a causal mask $-m|i-j|$, $-m(i-j)$ and $+m j$ give the same weights (within "
+                    f"{_apart[True]:.0e}): a shift of all scores of a query changes nothing. Without the mask they "
+                    f"differ by up to {_apart[False]:.2f}.",
+                    _apart[True] < 1e-14 and _apart[False] > 0.1,
                 ),
-            ),
-            claim(
-                "PO-17",
-                "T5 adds a learned number, one per bucket and head, that is looked up by *key minus query*.",
-                torch.allclose(_t5.weights, torch.softmax(_t5_by_hand, -1), atol=1e-12),
+                claim(
+                    "PO-24",
+                    r"A bias is the logarithm of a *prior* $u_{ij}$, a preference before any score is known: the weights are "
+                    r"proportional to $u_{ij}\, e^{z_{ij}}$.",
+                    torch.allclose(
+                        _steps.weights, _product / _product.sum(-1, keepdim=True), atol=1e-12
+                    ),
+                ),
+                claim(
+                    "PO-17",
+                    "T5 adds a learned number, one per bucket and head, that is looked up by *key minus query*.",
+                    torch.allclose(_t5.weights, torch.softmax(_t5_by_hand, -1), atol=1e-12),
+                ),
             ),
         ]
     )
@@ -680,22 +690,24 @@ def _():
                 "bucket",
                 title="The 32 buckets of T5 (causal): half one by one, half like a logarithm",
             ),
-            claim(
-                "PO-18",
-                f"Distances {', '.join(map(str, _distances))} are in buckets "
-                f"{', '.join(map(str, _buckets))}.",
-                _buckets == [0, 1, 8, 15, 16, 17, 21, 26, 31, 31],
-            ),
-            claim(
-                "E39",
-                r"T5 itself has no $1/\sqrt{d_k}$ (the factor on its scores is "
-                f"{_t5.score_scale:g}), and one table per stack serves all its layers.",
-                _t5.score_scale == 1.0
-                and _t5.layers == 2
-                and [n for n, _ in _model.named_parameters() if "relative_bias" in n]
-                == ["relative_bias.weight", "encoder.relative_bias.weight"]
-                and _model.relative_bias.weight.shape == (32, 4)
-                and bucket(torch.tensor([3, -3]), both_sides=True).unique().numel() == 2,
+            details(
+                claim(
+                    "PO-18",
+                    f"Distances {', '.join(map(str, _distances))} are in buckets "
+                    f"{', '.join(map(str, _buckets))}.",
+                    _buckets == [0, 1, 8, 15, 16, 17, 21, 26, 31, 31],
+                ),
+                claim(
+                    "E39",
+                    r"T5 itself has no $1/\sqrt{d_k}$ (the factor on its scores is "
+                    f"{_t5.score_scale:g}), and one table per stack serves all its layers.",
+                    _t5.score_scale == 1.0
+                    and _t5.layers == 2
+                    and [n for n, _ in _model.named_parameters() if "relative_bias" in n]
+                    == ["relative_bias.weight", "encoder.relative_bias.weight"]
+                    and _model.relative_bias.weight.shape == (32, 4)
+                    and bucket(torch.tensor([3, -3]), both_sides=True).unique().numel() == 2,
+                ),
             ),
         ]
     )
@@ -755,6 +767,8 @@ def _(factor):
                 "slowed by",
                 "rule",
                 title=f"How much slower each hand becomes, s = {_s:g}, d = 64",
+                log_y=True,
+                y_range=(1, 40),
             ),
             claim(
                 "PO-20 PO-21",
@@ -766,12 +780,14 @@ def _(factor):
                 and torch.isclose(slowed["YaRN"][0], _t.new_tensor(1.0))
                 and torch.isclose(slowed["YaRN"][-1], _t.new_tensor(_s)),
             ),
-            claim(
-                "PO-19",
-                rf"With $\alpha = s$ the slowest hand slows by {slowed['base'][-1]:.3f} only, a little less than "
-                rf"$s$: $(10000\,\alpha)^{{-2i/d}} = \alpha^{{-2i/d}} \cdot 10000^{{-2i/d}}$.",
-                torch.allclose(slowed["base"], _s ** (torch.arange(0, _d, 2).double() / _d))
-                and slowed["base"][-1] < _s,
+            details(
+                claim(
+                    "PO-19",
+                    rf"With $\alpha = s$ the slowest hand slows by {slowed['base'][-1]:.3f} only, a little less than "
+                    rf"$s$: $(10000\,\alpha)^{{-2i/d}} = \alpha^{{-2i/d}} \cdot 10000^{{-2i/d}}$.",
+                    torch.allclose(slowed["base"], _s ** (torch.arange(0, _d, 2).double() / _d))
+                    and slowed["base"][-1] < _s,
+                ),
             ),
         ]
     )
@@ -783,14 +799,16 @@ def _():
     _new_base = 10000 * 8 ** (64 / 62)
     _t = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     _ntk = NTKScaling(8.0).frequencies(_t, 10000.0, 64)
-    claim(
-        "E35",
-        f"The worked numbers for $s = 8$, $d = 64$: NTK means the base {_new_base:,.0f} and slows the last hand by "
-        f"{(_t / _ntk)[-1]:.3f}; the base 80,000 slows it by {8 ** (62 / 64):.3f}.",
-        round(_new_base) == 85550
-        and torch.allclose(_ntk, _new_base ** (-torch.arange(0, 64, 2).double() / 64))
-        and f"{(_t / _ntk)[-1]:.3f}" == "8.000"
-        and f"{8 ** (62 / 64):.3f}" == "7.497",
+    details(
+        claim(
+            "E35",
+            f"The worked numbers for $s = 8$, $d = 64$: NTK means the base {_new_base:,.0f} and slows the last hand by "
+            f"{(_t / _ntk)[-1]:.3f}; the base 80,000 slows it by {8 ** (62 / 64):.3f}.",
+            round(_new_base) == 85550
+            and torch.allclose(_ntk, _new_base ** (-torch.arange(0, 64, 2).double() / 64))
+            and f"{(_t / _ntk)[-1]:.3f}" == "8.000"
+            and f"{8 ** (62 / 64):.3f}" == "7.497",
+        ),
     )
     return
 
@@ -882,12 +900,6 @@ def _(found, models):
                 title="Loss by place in the text; trained on the first 32 tokens",
             ),
             claim(
-                "PO-12 PO-13",
-                f"A learned table works within its 32 rows ({found['learned'][_in]:.2f} nats) and ends "
-                "there: the library refuses to read on.",
-                found["learned"][_in] < 1.2 and "without a row for later ones" in _refusal,
-            ),
-            claim(
                 "PO-04 PO-12 E37",
                 "Sinusoids and plain rotary positions are *defined* at every position and useless past the trained "
                 f"length: from {found['sinusoidal'][_in]:.2f} to {found['sinusoidal'][_far]:.2f} and from "
@@ -906,6 +918,14 @@ def _(found, models):
                 "slope cannot point at one distance.",
                 abs(found["alibi"][_far] - found["alibi"][_in]) < 0.3
                 and found["rotary"][_in] < found["alibi"][_in],
+            ),
+            details(
+                claim(
+                    "PO-12 PO-13",
+                    f"A learned table works within its 32 rows ({found['learned'][_in]:.2f} nats) and ends "
+                    "there: the library refuses to read on.",
+                    found["learned"][_in] < 1.2 and "without a row for later ones" in _refusal,
+                ),
             ),
             mo.md(
                 "The buckets of T5 read on as well here: far tokens share the last bucket, which training has seen. The "
@@ -974,32 +994,34 @@ def _(found, scaled):
     _four = scaled[4]
     mo.vstack(
         [
-            claim(
-                "PO-22 E35",
-                "At the same factor NTK reads on as well as base scaling or better, for 2, 4 and 8: tokens 32 to 64 cost "
-                + ", ".join(
-                    f"{scaled[s]['NTK'][_mid]:.2f} against {scaled[s]['base'][_mid]:.2f}"
-                    for s in (2, 4, 8)
-                )
-                + " nats. It is the same rule with a slightly larger base.",
-                all(scaled[s]["NTK"][_mid] < scaled[s]["base"][_mid] + 0.05 for s in (2, 4, 8)),
-            ),
-            claim(
-                "PO-22 E35",
-                "Neither reads as far as its factor promises: with $s = 4$ tokens 64 to 128 cost "
-                f"{_four['NTK'][_far]:.2f} nats. By parts they cost {_four['YaRN'][_far]:.2f}, with a small "
-                f"loss inside ({_four['YaRN'][_in]:.2f} against {_plain[_in]:.2f}).",
-                _four["NTK"][_far] > 2.83
-                and _four["base"][_far] > 2.83
-                and _four["YaRN"][_far] < 2.0
-                and _four["YaRN"][_in] > _plain[_in],
-            ),
-            claim(
-                "PO-21 PO-22",
-                "Interpolation without further training spoils what was learnt, already inside the trained length: "
-                f"{_four['linear'][_in]:.2f} nats with $s = 4$. It slows the hand that tells two back from "
-                "one back. (It is meant to be followed by some training.)",
-                all(scaled[s]["linear"][_in] > _plain[_in] + 0.5 for s in (2, 4, 8)),
+            details(
+                claim(
+                    "PO-22 E35",
+                    "At the same factor NTK reads on as well as base scaling or better, for 2, 4 and 8: tokens 32 to 64 cost "
+                    + ", ".join(
+                        f"{scaled[s]['NTK'][_mid]:.2f} against {scaled[s]['base'][_mid]:.2f}"
+                        for s in (2, 4, 8)
+                    )
+                    + " nats. It is the same rule with a slightly larger base.",
+                    all(scaled[s]["NTK"][_mid] < scaled[s]["base"][_mid] + 0.05 for s in (2, 4, 8)),
+                ),
+                claim(
+                    "PO-22 E35",
+                    "Neither reads as far as its factor promises: with $s = 4$ tokens 64 to 128 cost "
+                    f"{_four['NTK'][_far]:.2f} nats. By parts they cost {_four['YaRN'][_far]:.2f}, with a small "
+                    f"loss inside ({_four['YaRN'][_in]:.2f} against {_plain[_in]:.2f}).",
+                    _four["NTK"][_far] > 2.83
+                    and _four["base"][_far] > 2.83
+                    and _four["YaRN"][_far] < 2.0
+                    and _four["YaRN"][_in] > _plain[_in],
+                ),
+                claim(
+                    "PO-21 PO-22",
+                    "Interpolation without further training spoils what was learnt, already inside the trained length: "
+                    f"{_four['linear'][_in]:.2f} nats with $s = 4$. It slows the hand that tells two back from "
+                    "one back. (It is meant to be followed by some training.)",
+                    all(scaled[s]["linear"][_in] > _plain[_in] + 0.5 for s in (2, 4, 8)),
+                ),
             ),
             mo.md(
                 "You may read that base scaling is for two to four times the length and NTK for more. This experiment "
@@ -1033,7 +1055,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l13_positions",
+        lesson="positions",
         task="Mend `rotate(x, m)`: rotary positions for one vector `x` of even length at position `m`, in "
         "consecutive pairs $(2i, 2i+1)$ with base 10000.",
         starter="""
@@ -1158,6 +1180,70 @@ def _(run_path):
             ),
         ]
     )
+    return (own,)
+
+
+@app.cell
+def _():
+    own_text = text_field(
+        "we the people of the united states, in order to form a more perfect union"
+    )
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own, own_text):
+    _ids = token_ids(own_text.value, own.tokenizer, min(32, own.config.context))
+    own_maps = attention_maps(own.model, torch.tensor([_ids])).double()
+    _heads = {
+        f"{n + 1}.{h + 1}": (n, h)
+        for n in range(own_maps.shape[0])
+        for h in range(own_maps.shape[1])
+    }
+    own_head = mo.ui.dropdown(
+        _heads, value=next(iter(_heads)), label="Head (1.2 is the second of the first layer)"
+    )
+    own_head
+    return own_head, own_maps
+
+
+@app.cell
+def _(own, own_head, own_maps):
+    _layer, _head = own_head.value
+    _weights = own_maps[_layer, _head]
+    _n = len(_weights)
+    _gap = (torch.arange(_n)[:, None] - torch.arange(_n)).abs()
+    _open = torch.ones(_n, _n).tril(0 if own.config.kind == "decoder" else _n)
+    _even = _open / _open.sum(-1, keepdim=True)
+    _rows = [
+        {"distance": d, "share of the weight": p[_gap == d].sum().item() / _n, "weights": name}
+        for name, p in (("of this head", _weights), ("evenly spread", _even))
+        for d in range(_n)
+    ]
+    _mean = sum(row["distance"] * row["share of the weight"] for row in _rows[:_n])
+    _pattern = head_patterns(_weights[None, None])
+    mo.vstack(
+        [
+            line_chart(
+                _rows,
+                "distance",
+                "share of the weight",
+                "weights",
+                title=f"How far back head {_layer + 1}.{_head + 1} reads in your {_n} tokens",
+                points=True,
+                y_range=(0, 1),
+            ),
+            details(
+                claim(
+                    "AT-34",
+                    f"On average this head reads {_mean:.2f} tokens away, and puts {_pattern.previous.item():.3f} of its weight on the token before.",
+                    abs(_mean - _pattern.distance.item()) < 1e-6
+                    and abs(_rows[1]["share of the weight"] - _pattern.previous.item()) < 1e-6,
+                ),
+            ),
+        ]
+    )
     return
 
 
@@ -1175,7 +1261,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l13_positions")
+    footer("positions")
     return
 
 

@@ -26,6 +26,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -40,7 +41,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l03_similarity")
+    header("similarity")
     return
 
 
@@ -143,44 +144,46 @@ def _(cat, dog, u_arrow, v_arrow):
                 and abs(lengths[0] - cat.norm().item()) < 1e-12,
             ),
             claim(
-                "GE-06 E16",
-                f"Their cosine is {plain:.4f}. Round late: with lengths rounded to {lengths[0]:.2f} and {lengths[1]:.2f} first, and their "
-                f"product to {early:.2f}, it looks like {product / early:.2f}.",
-                f"{plain:.4f}" == "0.9785"
-                and f"{early:.2f} {product / early:.2f}" == "0.66 0.97"
-                and f"{plain:.2f}" == "0.98",
-            ),
-            claim(
-                "GE-04 GE-07",
-                f"The differences are 0.1, -0.1, -0.1. Their squares sum to {squares:.2f}, so the distance "
-                f"is {squares**0.5:.4f}.",
-                f"{squares:.2f} {squares**0.5:.4f}" == "0.03 0.1732"
-                and abs(squares**0.5 - (cat - dog).norm().item()) < 1e-12,
-            ),
-            claim(
-                "GE-05",
-                "A cosine lies between -1 (opposite) and 1 (same direction). Over 10,000 random pairs the "
-                f"extremes are {cosines.min().item():.4f} and {cosines.max().item():.4f}.",
-                (cosines.abs() <= 1 + 1e-12).all()
-                and torch.isclose(cosine_similarity(cat, -cat, dim=0), cat.new_tensor(-1.0)),
-            ),
-            claim(
-                "GE-16",
-                r"The inner product mixes two things, angle and length: $\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$. For your "
-                f"arrows, {u_arrow @ v_arrow:.3f} = {u_arrow.norm():.3f} · {v_arrow.norm():.3f} · {_cosine:.3f}.",
-                torch.isclose(
-                    u_arrow @ v_arrow, u_arrow.norm() * v_arrow.norm() * _cosine, atol=1e-12
-                ),
-            ),
-            claim(
                 "E43 GE-16",
-                "Stretching an arrow changes the inner product and the distance, not the cosine. A cosine of 1 means the same "
-                "direction, not the same vector: it is 1 for $v$ and $2v$ too.",
+                f"Your arrows have the cosine {_cosine:.3f}, and so have $u$ and $2v$: stretching changes the inner product and the "
+                "distance only. A cosine of 1 means the same direction, not the same vector: it is 1 for $v$ and $2v$ too.",
                 torch.isclose(_cosine, cosine_similarity(u_arrow, 2 * v_arrow, dim=0), atol=1e-12)
                 and torch.isclose(
                     cosine_similarity(parallel, 2 * parallel, dim=0), parallel.new_tensor(1.0)
                 )
                 and not torch.equal(parallel, 2 * parallel),
+            ),
+            details(
+                claim(
+                    "GE-06 E16",
+                    f"Their cosine is {plain:.4f}. Round late: with lengths rounded to {lengths[0]:.2f} and {lengths[1]:.2f} first, and their "
+                    f"product to {early:.2f}, it looks like {product / early:.2f}.",
+                    f"{plain:.4f}" == "0.9785"
+                    and f"{early:.2f} {product / early:.2f}" == "0.66 0.97"
+                    and f"{plain:.2f}" == "0.98",
+                ),
+                claim(
+                    "GE-04 GE-07",
+                    f"The differences are 0.1, -0.1, -0.1. Their squares sum to {squares:.2f}, so the distance "
+                    f"is {squares**0.5:.4f}.",
+                    f"{squares:.2f} {squares**0.5:.4f}" == "0.03 0.1732"
+                    and abs(squares**0.5 - (cat - dog).norm().item()) < 1e-12,
+                ),
+                claim(
+                    "GE-05",
+                    "A cosine lies between -1 (opposite) and 1 (same direction). Over 10,000 random pairs the "
+                    f"extremes are {cosines.min().item():.4f} and {cosines.max().item():.4f}.",
+                    (cosines.abs() <= 1 + 1e-12).all()
+                    and torch.isclose(cosine_similarity(cat, -cat, dim=0), cat.new_tensor(-1.0)),
+                ),
+                claim(
+                    "GE-16",
+                    r"The inner product mixes two things, angle and length: $\langle u, v \rangle = \|u\|\,\|v\| \cos(u, v)$. For your "
+                    f"arrows, {u_arrow @ v_arrow:.3f} = {u_arrow.norm():.3f} · {v_arrow.norm():.3f} · {_cosine:.3f}.",
+                    torch.isclose(
+                        u_arrow @ v_arrow, u_arrow.norm() * v_arrow.norm() * _cosine, atol=1e-12
+                    ),
+                ),
             ),
         ]
     )
@@ -331,13 +334,15 @@ def _(d, gaps, random_cosines):
                 and abs(random_cosines.mean().item()) < 4 * (d * 4000) ** -0.5
                 and abs(relative * (2 * d) ** 0.5 - 1) < 0.07,
             ),
-            claim(
-                "GE-15 E83",
-                "There is no threshold such as $d > 100$. The chance that $|\\cos|$ exceeds 0.2 falls smoothly: "
-                + ", ".join(f"{tail:.2f} in {dim}" for dim, tail in tails.items())
-                + " dimensions. Judge a cosine by the scale $1/\\sqrt{d}$.",
-                [f"{tail:.2f}" for tail in tails.values()] == ["0.80", "0.56", "0.04", "0.00"]
-                and abs((random_cosines.abs() > 0.2).double().mean().item() - beyond(d)) < 0.03,
+            details(
+                claim(
+                    "GE-15 E83",
+                    "There is no threshold such as $d > 100$. The chance that $|\\cos|$ exceeds 0.2 falls smoothly: "
+                    + ", ".join(f"{tail:.2f} in {dim}" for dim, tail in tails.items())
+                    + " dimensions. Judge a cosine by the scale $1/\\sqrt{d}$.",
+                    [f"{tail:.2f}" for tail in tails.values()] == ["0.80", "0.56", "0.04", "0.00"]
+                    and abs((random_cosines.abs() > 0.2).double().mean().item() - beyond(d)) < 0.03,
+                ),
             ),
         ]
     )
@@ -443,20 +448,7 @@ def _(levels, mean, trials):
                 "share found",
                 "search by",
                 title="Share of melodies found, d = 128, mean of five trials",
-            ),
-            claim(
-                "GE-09 E42",
-                "Recordings of one loudness: cosine and distance do equally well, in 16, 128 and 1,024 dimensions: "
-                + ", ".join(
-                    f"{mean(trials[d_, 0.0], 'cosine'):.3f} and {mean(trials[d_, 0.0], 'distance'):.3f}"
-                    for d_ in (16, 128, 1024)
-                )
-                + ". A high dimension favours neither.",
-                all(
-                    abs(run["cosine"] - run["distance"]) < 0.03
-                    for d_ in (16, 128, 1024)
-                    for run in trials[d_, 0.0]
-                ),
+                y_range=(0, 1),
             ),
             claim(
                 "GE-11 GE-14 PD-04",
@@ -472,36 +464,31 @@ def _(levels, mean, trials):
                     for quiet, loud in zip(trials[d_, 0.0], trials[d_, 1.0], strict=True)
                 ),
             ),
-            claim(
-                "GE-11",
-                "Now store 40 melodies at 25 loudnesses each and ask for melody *and* loudness. Distance finds "
-                f"{mean(levels, 'distance'):.0%}, cosine {mean(levels, 'cosine'):.0%}: it cannot tell the 25 apart. Distance "
-                "helps where magnitude matters.",
-                all(run["distance"] > 0.99 and run["cosine"] < 0.1 for run in levels),
+            details(
+                claim(
+                    "GE-09 E42",
+                    "Recordings of one loudness: cosine and distance do equally well, in 16, 128 and 1,024 dimensions: "
+                    + ", ".join(
+                        f"{mean(trials[d_, 0.0], 'cosine'):.3f} and {mean(trials[d_, 0.0], 'distance'):.3f}"
+                        for d_ in (16, 128, 1024)
+                    )
+                    + ". A high dimension favours neither.",
+                    all(
+                        abs(run["cosine"] - run["distance"]) < 0.03
+                        for d_ in (16, 128, 1024)
+                        for run in trials[d_, 0.0]
+                    ),
+                ),
+                claim(
+                    "GE-11",
+                    "Now store 40 melodies at 25 loudnesses each and ask for melody *and* loudness. Distance finds "
+                    f"{mean(levels, 'distance'):.0%}, cosine {mean(levels, 'cosine'):.0%}: it cannot tell the 25 apart. Distance "
+                    "helps where magnitude matters.",
+                    all(run["distance"] > 0.99 and run["cosine"] < 0.1 for run in levels),
+                ),
             ),
         ]
     )
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ## The largest inner product
-
-    With fixed prices, which basket costs most? Not the one that looks most like the price list: a big basket
-    wins. Finding the stored $v$ with the largest $\langle q, v \rangle$ for a *query* $q$ is called *maximum
-    inner product search*. Attention scores and the last layer of a language model rank by inner products, so it
-    matters that this is a different question from "who is nearest".
-
-    It can be turned into that question by one extra coordinate. Let $M$ be the greatest length. Lift every $v$ off the floor
-    until all are equally long, and leave $q$ on the floor:
-
-    $$\tilde v = \left(v,\ \sqrt{M^2 - \|v\|^2}\right), \qquad \tilde q = (q,\ 0).$$
-
-    Now $\|\tilde q - \tilde v\|^2 = \|q\|^2 + M^2 - 2\langle q, v\rangle$ by the identity above. Only the last term differs between
-    the stored vectors, so the nearest $\tilde v$ has the largest inner product.
-    """)
     return
 
 
@@ -520,29 +507,42 @@ def _():
     best_product = (queries @ keys.T).argmax(-1)
     by_loop = [max(range(2000), key=lambda i: row[i]) for row in (queries @ keys.T).tolist()]
     nearest_plain = torch.cdist(queries, keys).argmin(-1)
-    mo.vstack(
-        [
-            claim(
-                "GE-13",
-                "Query (1, 0), stored (1, 0) and (3, 3). The inner products are 1 and 3, so the second wins; by distance "
-                "(0 against 3.61) and by cosine (1 against 0.71) the first does.",
-                (two @ q).tolist() == [1.0, 3.0]
-                and (two - q).norm(dim=-1).argmin() == 0
-                and cosine_similarity(two, q[None], dim=-1).argmax() == 0
-                and f"{(two[1] - q).norm():.2f} {cosine_similarity(two[1], q, dim=0):.2f}"
-                == "3.61 0.71",
-            ),
-            claim(
-                "GE-12 GE-13",
-                "2,000 stored vectors of unequal length, 200 queries, exact search over all. The nearest vector is the "
-                f"one with the largest inner product in {(nearest_plain == best_product).double().mean().item():.0%} of the queries; "
-                "after lifting, in 100%.",
-                best_product.tolist() == by_loop
-                and torch.equal(torch.cdist(floor, lifted).argmin(-1), best_product)
-                and (nearest_plain == best_product).double().mean() < 0.5
-                and torch.allclose(lifted.norm(dim=-1), longest.expand(2000)),
-            ),
-        ]
+    details(
+        mo.md(r"""
+    With fixed prices, which basket costs most? Not the one that looks most like the price list: a big basket
+    wins. Finding the stored $v$ with the largest $\langle q, v \rangle$ for a *query* $q$ is called *maximum
+    inner product search*. Attention scores and the last layer of a language model rank by inner products, so it
+    matters that this is a different question from "who is nearest".
+
+    It can be turned into that question by one extra coordinate. Let $M$ be the greatest length. Lift every $v$ off the floor
+    until all are equally long, and leave $q$ on the floor:
+
+    $$\tilde v = \left(v,\ \sqrt{M^2 - \|v\|^2}\right), \qquad \tilde q = (q,\ 0).$$
+
+    Now $\|\tilde q - \tilde v\|^2 = \|q\|^2 + M^2 - 2\langle q, v\rangle$ by the identity above. Only the last term differs between
+    the stored vectors, so the nearest $\tilde v$ has the largest inner product.
+    """),
+        claim(
+            "GE-13",
+            "Query (1, 0), stored (1, 0) and (3, 3). The inner products are 1 and 3, so the second wins; by distance "
+            "(0 against 3.61) and by cosine (1 against 0.71) the first does.",
+            (two @ q).tolist() == [1.0, 3.0]
+            and (two - q).norm(dim=-1).argmin() == 0
+            and cosine_similarity(two, q[None], dim=-1).argmax() == 0
+            and f"{(two[1] - q).norm():.2f} {cosine_similarity(two[1], q, dim=0):.2f}"
+            == "3.61 0.71",
+        ),
+        claim(
+            "GE-12 GE-13",
+            "2,000 stored vectors of unequal length, 200 queries, exact search over all. The nearest vector is the "
+            f"one with the largest inner product in {(nearest_plain == best_product).double().mean().item():.0%} of the queries; "
+            "after lifting, in 100%.",
+            best_product.tolist() == by_loop
+            and torch.equal(torch.cdist(floor, lifted).argmin(-1), best_product)
+            and (nearest_plain == best_product).double().mean() < 0.5
+            and torch.allclose(lifted.norm(dim=-1), longest.expand(2000)),
+        ),
+        title="The largest inner product",
     )
     return
 
@@ -572,7 +572,7 @@ def _():
         )
 
     exercise = Exercise(
-        lesson="l03_similarity",
+        lesson="similarity",
         task="Write `lift(V)`: the rows of `V` with one extra entry each, such that all rows have the same length. "
         "Then the nearest row to a query with an extra 0 has the largest inner product with it. Useful: "
         "`V.square().sum(-1, keepdim=True)` is the column of the squared lengths, `x.max()` the largest entry, `x.clamp(min=0)` "
@@ -607,7 +607,7 @@ def _():
     ## Length as confidence
 
     A speaker can say *what* (direction) and *how firmly* (length). At the end of a language model a vector $h$ meets
-    one row $e_i$ per word; the inner products $\langle h, e_i \rangle$ become shares by softmax (lesson 7: a larger
+    one row $e_i$ per word; the inner products $\langle h, e_i \rangle$ become shares by [softmax](../softmax/) (a larger
     score gets a larger share, and the shares sum to 1). Stretch $h$:
     """)
     return
@@ -642,33 +642,21 @@ def _(firmness):
                 title=f"Shares of four words, |h| = {firmness.value:g}",
                 y_range=(0, 1),
             ),
-            claim(
-                "GE-16",
-                "Stretching $h$ keeps the order of the words and raises the first share: "
-                + ", ".join(f"{top:.2f}" for top in tops)
-                + " at lengths 0.25 to 8. Stretching the *row* of a word changes the order: three times as long, "
-                "word 1 overtakes word 0. So length acts like confidence, and only together with the angle.",
-                torch.equal(scores.argsort(), (rows_ @ h).argsort())
-                and all(a < b for a, b in pairwise(tops))
-                and (rows_ @ h).argmax() == 0
-                and (longer @ h).argmax() == 1,
+            details(
+                claim(
+                    "GE-16",
+                    "Stretching $h$ keeps the order of the words and raises the first share: "
+                    + ", ".join(f"{top:.2f}" for top in tops)
+                    + " at lengths 0.25 to 8. Stretching the *row* of a word changes the order: three times as long, "
+                    "word 1 overtakes word 0. So length acts like confidence, and only together with the angle.",
+                    torch.equal(scores.argsort(), (rows_ @ h).argsort())
+                    and all(a < b for a, b in pairwise(tops))
+                    and (rows_ @ h).argmax() == 0
+                    and (longer @ h).argmax() == 1,
+                ),
             ),
         ]
     )
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ## Rows, and the order of products
-
-    A *matrix* is a table of numbers that turns one vector into another: entry $j$ of $xA$ is
-    $\sum_i x_i A_{ij}$, the inner product of $x$ with column $j$. Think of a conveyor belt that is read from left to right: in
-    $x A B$ the machine $A$ works first, then $B$. This course writes vectors as rows throughout. Many books write columns, and
-    then everything is mirrored: $B^\top A^\top x^\top$. The *transpose* $^\top$ exchanges rows and columns. What a book of columns
-    writes as $q^\top k$ is here $q k^\top$, the same number.
-    """)
     return
 
 
@@ -685,17 +673,27 @@ def _():
         ]
     )
     column = x[:, None]
-    claim(
-        "GE-03 E84",
-        r"$xAB = (xA)B = x(AB)$: $A$ first. The other order gives another result. In columns the same computation is "
-        r"$B^\top A^\top x^\top$, since $(AB)^\top = B^\top A^\top$. torch's `linear` takes the transpose: "
-        r"`linear(x, A.T)` is $xA$.",
-        torch.allclose(A @ B, by_hand)
-        and torch.allclose((x @ A) @ B, x @ (A @ B))
-        and not torch.allclose(x @ A @ B, x @ B @ A)
-        and torch.allclose((B.T @ A.T @ column)[:, 0], x @ A @ B)
-        and torch.allclose((A @ B).T, B.T @ A.T)
-        and torch.allclose(linear(x, A.T), x @ A),
+    details(
+        mo.md(r"""
+    A *matrix* is a table of numbers that turns one vector into another: entry $j$ of $xA$ is
+    $\sum_i x_i A_{ij}$, the inner product of $x$ with column $j$. Think of a conveyor belt that is read from left to right: in
+    $x A B$ the machine $A$ works first, then $B$. This course writes vectors as rows throughout. Many books write columns, and
+    then everything is mirrored: $B^\top A^\top x^\top$. The *transpose* $^\top$ exchanges rows and columns. What a book of columns
+    writes as $q^\top k$ is here $q k^\top$, the same number.
+    """),
+        claim(
+            "GE-03 E84",
+            r"$xAB = (xA)B = x(AB)$: $A$ first. The other order gives another result. In columns the same computation is "
+            r"$B^\top A^\top x^\top$, since $(AB)^\top = B^\top A^\top$. torch's `linear` takes the transpose: "
+            r"`linear(x, A.T)` is $xA$.",
+            torch.allclose(A @ B, by_hand)
+            and torch.allclose((x @ A) @ B, x @ (A @ B))
+            and not torch.allclose(x @ A @ B, x @ B @ A)
+            and torch.allclose((B.T @ A.T @ column)[:, 0], x @ A @ B)
+            and torch.allclose((A @ B).T, B.T @ A.T)
+            and torch.allclose(linear(x, A.T), x @ A),
+        ),
+        title="Rows, and the order of products",
     )
     return
 
@@ -840,7 +838,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l03_similarity")
+    footer("similarity")
     return
 
 

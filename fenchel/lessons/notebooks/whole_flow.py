@@ -24,6 +24,7 @@ with app.setup:
     from fenchel.checkpoints import Progress
     from fenchel.data import Batches, TextConfig, prepare
     from fenchel.evaluate import attention_health, score
+    from fenchel.interpretability import last_laws
     from fenchel.lessons.course import COURSE
     from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
@@ -31,6 +32,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         heat_chart,
@@ -39,6 +41,8 @@ with app.setup:
         proof,
         question,
         run_picker,
+        text_field,
+        token_ids,
         what_breaks,
     )
     from fenchel.model import ForwardContext, ModelConfig, Transformer
@@ -50,7 +54,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l21_whole_flow")
+    header("whole_flow")
     return
 
 
@@ -155,22 +159,24 @@ def relay(batches, corpus, first, first_logits, first_loss, fresh, line):
 def _(batches, corpus, first, first_logits, first_loss, ids, line):
     mo.vstack(
         [
-            claim(
-                "TR-21",
-                "Nothing is lost on the way to tokens: decoding gives the text back. The target of each position is the "
-                "input of the next. The batch of step 7 depends on the seed and on 7, and on nothing that came before.",
-                corpus.tokenizer.decode(ids) == line
-                and torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
-                and torch.equal(
-                    batches.at(7).inputs,
-                    Batches(corpus.train, batch=8, context=32, seed=0).at(7).inputs,
+            details(
+                claim(
+                    "TR-21",
+                    "Nothing is lost on the way to tokens: decoding gives the text back. The target of each position is the "
+                    "input of the next. The batch of step 7 depends on the seed and on 7, and on nothing that came before.",
+                    corpus.tokenizer.decode(ids) == line
+                    and torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
+                    and torch.equal(
+                        batches.at(7).inputs,
+                        Batches(corpus.train, batch=8, context=32, seed=0).at(7).inputs,
+                    ),
                 ),
-            ),
-            claim(
-                "TR-21",
-                f"A model that knows nothing pays $\\log V$ = {math.log(len(first_logits[0, 0])):.3f} nats per token, $V$ being the "
-                f"size of the vocabulary; the fresh one pays {first_loss:.3f}.",
-                abs(first_loss - math.log(first_logits.shape[-1])) < 0.2,
+                claim(
+                    "TR-21",
+                    f"A model that knows nothing pays $\\log V$ = {math.log(len(first_logits[0, 0])):.3f} nats per token, $V$ being the "
+                    f"size of the vocabulary; the fresh one pays {first_loss:.3f}.",
+                    abs(first_loss - math.log(first_logits.shape[-1])) < 0.2,
+                ),
             ),
         ]
     )
@@ -217,11 +223,13 @@ def _():
         _later = _ids.clone()
         _later[:, 8:] = 0
         _causal = torch.equal(_model(_later)[:, :8], _model(_ids)[:, :8])
-    claim(
-        "NB-28",
-        f"Embedding, three blocks, norm, tied head, written out line by line, are the complete decoder (difference {_gap:.1g}). "
-        "Later tokens do not change earlier rows, so every position of a text is an exercise of its own.",
-        _gap < 1e-12 and _causal and _model.lm_head_weight is _model.embed.weight,
+    details(
+        claim(
+            "NB-28",
+            f"Embedding, three blocks, norm, tied head, written out line by line, are the complete decoder (difference {_gap:.1g}). "
+            "Later tokens do not change earlier rows, so every position of a text is an exercise of its own.",
+            _gap < 1e-12 and _causal and _model.lm_head_weight is _model.embed.weight,
+        ),
     )
     return
 
@@ -254,6 +262,7 @@ def _(depth, mixing):
                 _moves,
                 title=f"Influence after {_layers}",
                 of="size of the derivative",
+                of_range=(0, 8),
                 axes=("output", "token"),
             ),
             claim(
@@ -296,16 +305,18 @@ def _(corpus, files, metrics, outcome, report_size, result):
                 and report_size > 1000
                 and {"metrics.jsonl", "report.html"} <= set(files),
             ),
-            claim(
-                "TR-21",
-                "Bits per byte are the loss in other units: nats per token, times tokens, over bytes and $\\log 2$.",
-                math.isclose(
-                    result.bits_per_byte,
-                    result.loss
-                    * result.tokens
-                    / corpus.predicted_bytes(validation=True)
-                    / math.log(2),
-                    rel_tol=1e-6,
+            details(
+                claim(
+                    "TR-21",
+                    "Bits per byte are the loss in other units: nats per token, times tokens, over bytes and $\\log 2$.",
+                    math.isclose(
+                        result.bits_per_byte,
+                        result.loss
+                        * result.tokens
+                        / corpus.predicted_bytes(validation=True)
+                        / math.log(2),
+                        rel_tol=1e-6,
+                    ),
                 ),
             ),
         ]
@@ -457,37 +468,35 @@ def _():
 
 @app.cell
 def _():
-    _place = {each.name: n for n, each in enumerate(COURSE, start=1)}
+    _place = {each.name: n for n, each in enumerate(COURSE)}
     _chain = [
-        ("gradients", "l01_slopes"),
-        ("similarity", "l03_similarity"),
-        ("attention", "l10_attention"),
-        ("many heads, positions", "l13_positions"),
-        ("blocks", "l14_blocks"),
-        ("training", "l16_optimisers"),
-        ("efficient inference", "l19_efficient_attention"),
-        ("the whole", "l21_whole_flow"),
+        ("gradients", "slopes"),
+        ("similarity", "similarity"),
+        ("attention", "attention"),
+        ("many heads, positions", "positions"),
+        ("blocks", "blocks"),
+        ("training", "optimisers"),
+        ("efficient inference", "efficient_attention"),
+        ("the whole", "whole_flow"),
     ]
     _order = [_place[name] for _, name in _chain]
-    mo.vstack(
-        [
-            mo.md("## How the lessons hang together"),
-            mo.md(
-                "| idea | lesson |\n| --- | --- |\n"
-                + "\n".join(
-                    f"| {idea} | [{_place[name]}. {COURSE[_place[name] - 1].title}](../{name}/) |"
-                    for idea, name in _chain
-                )
-            ),
-            claim(
-                "PD-05",
-                "Gradients make learning possible; similarity says what is close; attention is similarity that chooses; heads and "
-                "positions refine it; blocks stack it; training fits it; caches make it quick to use. Each lesson needs only "
-                f"earlier ones: all {sum(len(each.needs) for each in COURSE)} arrows point back.",
-                _order == sorted(_order)
-                and all(_place[need] < _place[each.name] for each in COURSE for need in each.needs),
-            ),
-        ]
+    details(
+        mo.md(
+            "| idea | lesson |\n| --- | --- |\n"
+            + "\n".join(
+                f"| {idea} | [{_place[name]}. {COURSE[_place[name]].title}](../{name}/) |"
+                for idea, name in _chain
+            )
+        ),
+        claim(
+            "PD-05",
+            "Gradients make learning possible; similarity says what is close; attention is similarity that chooses; heads and "
+            "positions refine it; blocks stack it; training fits it; caches make it quick to use. Each lesson needs only "
+            f"earlier ones: all {sum(len(each.needs) for each in COURSE)} arrows point back.",
+            _order == sorted(_order)
+            and all(_place[need] < _place[each.name] for each in COURSE for need in each.needs),
+        ),
+        title="How the lessons hang together",
     )
     return
 
@@ -517,7 +526,7 @@ def _():
         )
 
     exercise = Exercise(
-        lesson="l21_whole_flow",
+        lesson="whole_flow",
         task="The relay in three lines: write `step(W, X, targets, rate)`, one step of gradient descent for the logits "
         "`X @ W` and the mean cross-entropy, without autograd. Return the new `W`.",
         starter="""
@@ -573,10 +582,18 @@ def _(picker):
 
 
 @app.cell
-def _(run_path):
+def _():
+    own_text = text_field("The ships and the sailors need the Secretary of the")
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own_text, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    _ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
+    own_ids = token_ids(own_text.value, own.tokenizer, own.config.context - 12)
+    _ids = torch.tensor([own_ids])
     with torch.no_grad():
         _logits = own.model(_ids)
         _by_parts = own.model.logits(own.model(_ids, return_hidden=True))
@@ -604,6 +621,58 @@ def _(run_path):
                 f"{tuple(_logits.shape)} scores for {_ids.shape[1]} tokens.",
                 torch.allclose(_logits, _by_parts, atol=1e-5)
                 and _logits.shape == (*_ids.shape, own.config.vocabulary),
+            ),
+        ]
+    )
+    return own, own_ids
+
+
+@app.cell
+def _(own, own_ids):
+    mo.stop(own.config.kind != "decoder")
+    laws = last_laws(own.model, own_ids, top=6)
+    layer = mo.ui.dropdown(
+        {f"{law.layer} of {len(laws)}": i for i, law in enumerate(laws)},
+        value=f"{len(laws)} of {len(laws)}",
+        label="Read after block",
+    )
+    layer
+    return laws, layer
+
+
+@app.cell
+def _(laws, layer, own, own_ids):
+    _law = laws[layer.value]
+    _whole = fenchel.generate(
+        own.model, torch.tensor([own_ids]), max_new_tokens=12, temperature=0.0
+    )
+    _new = _whole[0, len(own_ids) :]
+    with torch.no_grad():
+        _again = own.model(_whole[:, :-1])[0, len(own_ids) - 1 :]
+    _behind = _again.max(-1).values - _again.gather(-1, _new[:, None])[:, 0]
+    mo.vstack(
+        [
+            bar_chart(
+                [
+                    {"next token": f"{i}: {own.tokenizer.decode([token])}", "probability": p}
+                    for i, (token, p) in enumerate(
+                        zip(_law.tokens, _law.probabilities, strict=True), start=1
+                    )
+                ],
+                "next token",
+                "probability",
+                title=f"What comes next, after block {_law.layer}",
+                y_range=(0, 1),
+            ),
+            mo.md(
+                f"With the likeliest token each time, your text goes on: *…{own.tokenizer.decode(_new.tolist())}*"
+            ),
+            details(
+                claim(
+                    "EF-23",
+                    f"Written token by token beside a cache, these {len(_new)} tokens are the likeliest after reading everything again, too.",
+                    _behind.max() < 1e-3 and _new[0] in laws[-1].tokens,
+                ),
             ),
         ]
     )
@@ -722,7 +791,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l21_whole_flow")
+    footer("whole_flow")
     return
 
 

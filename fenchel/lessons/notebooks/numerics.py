@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -37,7 +38,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l15_numerics")
+    header("numerics")
     return
 
 
@@ -204,20 +205,6 @@ def _(naive, stable):
     mo.vstack(
         [
             claim(
-                "SM-15",
-                f"In float32 $e^{{88.72}}$ is {_edge32.exp()[0].item():.3g} and $e^{{88.73}}$ is infinite; in float16 $e^{{11.08}}$ is "
-                f"{_edge16.exp()[0].item():.0f} and $e^{{11.10}}$ is infinite. The limits are $\\log$ of the largest number, 88.72 and 11.09.",
-                _edge32.exp().isfinite().tolist() == [True, False]
-                and _edge16.exp().isfinite().tolist() == [True, False]
-                and round(math.log(torch.finfo(torch.float32).max), 2) == 88.72
-                and round(math.log(torch.finfo(torch.float16).max), 2) == 11.09,
-            ),
-            claim(
-                "SM-14",
-                f"It saves the other end as well. For scores $-1000, -1001$ the book gives {naive(deep).item()}, the trick {stable(deep).item():.3f}.",
-                naive(deep) == -math.inf and abs(stable(deep).item() + 999.6867) < 1e-3,
-            ),
-            claim(
                 "E72 SM-15",
                 "One case is left. If *every* score is $-\\infty$ (all alternatives are forbidden by a mask), then $c = -\\infty$ and $x_i - c$ is "
                 f"$\\infty - \\infty$: the trick alone gives {stable(empty).item()}. The right value is $\\log 0 = -\\infty$, and fenchel returns it, with weights of 0.",
@@ -226,6 +213,22 @@ def _(naive, stable):
                 and (fenchel.Softmax().weights(empty) == 0).all()
                 and abs(fenchel.Softmax().value(torch.tensor([1000.0, 1000.0])).item() - 1000.6931)
                 < 1e-3,
+            ),
+            details(
+                claim(
+                    "SM-15",
+                    f"In float32 $e^{{88.72}}$ is {_edge32.exp()[0].item():.3g} and $e^{{88.73}}$ is infinite; in float16 $e^{{11.08}}$ is "
+                    f"{_edge16.exp()[0].item():.0f} and $e^{{11.10}}$ is infinite. The limits are $\\log$ of the largest number, 88.72 and 11.09.",
+                    _edge32.exp().isfinite().tolist() == [True, False]
+                    and _edge16.exp().isfinite().tolist() == [True, False]
+                    and round(math.log(torch.finfo(torch.float32).max), 2) == 88.72
+                    and round(math.log(torch.finfo(torch.float16).max), 2) == 11.09,
+                ),
+                claim(
+                    "SM-14",
+                    f"It saves the other end as well. For scores $-1000, -1001$ the book gives {naive(deep).item()}, the trick {stable(deep).item():.3f}.",
+                    naive(deep) == -math.inf and abs(stable(deep).item() + 999.6867) < 1e-3,
+                ),
             ),
         ]
     )
@@ -369,11 +372,13 @@ def _(dtypes):
                 abs(grown["float32"][-1] - 1.1) < 1e-3
                 and grown["float16"][-1] == grown["bfloat16"][-1] == 1.0,
             ),
-            claim(
-                "OP-25",
-                f"Sums too: 10,000 times 0.1, added one by one in float16, stops at {_one_by_one.item():.0f}, where the next 0.1 is less than half a step. The same "
-                f"numbers summed in float32 give {in_32:.0f}.",
-                _one_by_one == 256 and abs(in_32 - 1000) < 1,
+            details(
+                claim(
+                    "OP-25",
+                    f"Sums too: 10,000 times 0.1, added one by one in float16, stops at {_one_by_one.item():.0f}, where the next 0.1 is less than half a step. The same "
+                    f"numbers summed in float32 give {in_32:.0f}.",
+                    _one_by_one == 256 and abs(in_32 - 1000) < 1,
+                ),
             ),
         ]
     )
@@ -432,6 +437,7 @@ def _(weight):
                 "share lost",
                 "rule",
                 title="What a gradient loses: 1 is all of it",
+                y_range=(0, 1.05),
                 log_x=True,
                 here=[{"gradient": g}],
             ),
@@ -488,26 +494,28 @@ def _():
     feather = torch.tensor(1e-8)
     mo.vstack(
         [
-            claim(
-                "E73",
-                f"$10^{{-8}}$ is {feather.half().item():g} in float16; times 65536 it is {(feather * 65536).half().item():.1e} and is kept.",
-                feather.half() == 0 and f"{(feather * 65536).half().item():.1e}" == "6.6e-04",
-            ),
-            claim(
-                "E73 OP-25",
-                "A common mistake is to think that only the forward pass is in 16 bits. In a layer under mixed precision the activation is "
-                f"{str(seen['activation'])[6:]} and so is its gradient; only the weights and *their* gradient are {str(unscaled.dtype)[6:]}. So the gradient of a small "
-                f"loss arrives as {unscaled.abs().max().item():g}, and with loss scaling within {100 * _error:.2f} % of the truth.",
-                seen["activation"] == seen["gradient"] == torch.float16
-                and layer.weight.dtype == unscaled.dtype == torch.float32
-                and (unscaled == 0).all()
-                and _error < 0.01,
-            ),
-            claim(
-                "OP-25",
-                f"Too large a factor overflows. fenchel then halves it and repeats the step: started at $2^{{50}}$, it ends at $2^{{{math.log2(factor):.0f}}}$ with the "
-                "right gradient.",
-                factor < 2.0**50 and ((lowered - wanted).norm() / wanted.norm()) < 0.01,
+            details(
+                claim(
+                    "E73",
+                    f"$10^{{-8}}$ is {feather.half().item():g} in float16; times 65536 it is {(feather * 65536).half().item():.1e} and is kept.",
+                    feather.half() == 0 and f"{(feather * 65536).half().item():.1e}" == "6.6e-04",
+                ),
+                claim(
+                    "E73 OP-25",
+                    "A common mistake is to think that only the forward pass is in 16 bits. In a layer under mixed precision the activation is "
+                    f"{str(seen['activation'])[6:]} and so is its gradient; only the weights and *their* gradient are {str(unscaled.dtype)[6:]}. So the gradient of a small "
+                    f"loss arrives as {unscaled.abs().max().item():g}, and with loss scaling within {100 * _error:.2f} % of the truth.",
+                    seen["activation"] == seen["gradient"] == torch.float16
+                    and layer.weight.dtype == unscaled.dtype == torch.float32
+                    and (unscaled == 0).all()
+                    and _error < 0.01,
+                ),
+                claim(
+                    "OP-25",
+                    f"Too large a factor overflows. fenchel then halves it and repeats the step: started at $2^{{50}}$, it ends at $2^{{{math.log2(factor):.0f}}}$ with the "
+                    "right gradient.",
+                    factor < 2.0**50 and ((lowered - wanted).norm() / wanted.norm()) < 0.01,
+                ),
             ),
         ]
     )
@@ -601,11 +609,13 @@ def _(cut, errors):
                 f"Marks 1, 2, 3 and 10: the batch has the mean {counted_once.item():.1f}, the mean of means is {mean_of_means.item():.1f}.",
                 counted_once == 4.0 and mean_of_means == 6.0 and marks.mean() == 4.0,
             ),
-            claim(
-                "OP-16 E74",
-                f"A transformer, 8 sequences of different length in parts of {cut.value} and {8 - cut.value}: sums divided once reproduce the gradient of the "
-                f"whole batch to {_right:.0e}; the mean of means is off by {100 * _wrong:.0f} %.",
-                _right < 1e-10 and _wrong > 0.01,
+            details(
+                claim(
+                    "OP-16 E74",
+                    f"A transformer, 8 sequences of different length in parts of {cut.value} and {8 - cut.value}: sums divided once reproduce the gradient of the "
+                    f"whole batch to {_right:.0e}; the mean of means is off by {100 * _wrong:.0f} %.",
+                    _right < 1e-10 and _wrong > 0.01,
+                ),
             ),
         ]
     )
@@ -701,15 +711,17 @@ def _(curves):
                 and apart["float32, 4 micro-batches"] < 1e-3
                 and max(apart.values()) < 0.1,
             ),
-            claim(
-                "OP-28",
-                "Weights are float32 unless you convert them, and `train.precision` chooses the format of the computation: float32, bfloat16, float16, or auto, which "
-                "is bfloat16 where the hardware has it. Any other word is refused.",
-                all(p.dtype == torch.float32 for p in tiny_model.parameters())
-                and not any(map(refused, ("auto", "float32", "bfloat16", "float16")))
-                and refused("float8")
-                and tiny_model.bfloat16()(torch.zeros(1, 4, dtype=torch.long)).dtype
-                == torch.bfloat16,
+            details(
+                claim(
+                    "OP-28",
+                    "Weights are float32 unless you convert them, and `train.precision` chooses the format of the computation: float32, bfloat16, float16, or auto, which "
+                    "is bfloat16 where the hardware has it. Any other word is refused.",
+                    all(p.dtype == torch.float32 for p in tiny_model.parameters())
+                    and not any(map(refused, ("auto", "float32", "bfloat16", "float16")))
+                    and refused("float8")
+                    and tiny_model.bfloat16()(torch.zeros(1, 4, dtype=torch.long)).dtype
+                    == torch.bfloat16,
+                ),
             ),
         ]
     )
@@ -731,7 +743,7 @@ def _():
         assert value == -math.inf, f"If every score is -inf the result is -inf, not {value}."
 
     exercise = Exercise(
-        lesson="l15_numerics",
+        lesson="numerics",
         task="Write `logsumexp(x)` for a vector of scores of any size, among them $-\\infty$, without a ready-made one. It must not overflow, underflow or "
         "return nan.",
         starter="""
@@ -824,7 +836,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l15_numerics")
+    footer("numerics")
     return
 
 

@@ -28,6 +28,7 @@ with app.setup:
         header,
         line_chart,
         no_run,
+        number,
         proof,
         question,
         run_picker,
@@ -39,7 +40,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l12_lipschitz")
+    header("lipschitz")
     return
 
 
@@ -116,19 +117,19 @@ def _():
     blunt = wide.x.abs().min()
     mo.vstack(
         [
-            claim(
-                "LP-01",
-                f"Over all pairs of 600 points, $|\\sin x - \\sin x_0|$ is at most {steepest_pair.item():.5f} "
-                "times $|x - x_0|$: wherever among them the tip stands, $L = 1$ is enough, and 0.9999 is not.",
-                0.9999 < steepest_pair <= 1.0,
-            ),
-            claim(
-                "LP-03",
-                f"With the tip at 0, $L = 1$ leaves {wide.violations} of 600 points outside and $L = 0.9$ leaves "
-                f"{narrow.violations}.",
-                wide.violations == 0 and narrow.violations == 100 and len(wide.x) == 600,
-            ),
             details(
+                claim(
+                    "LP-01",
+                    f"Over all pairs of 600 points, $|\\sin x - \\sin x_0|$ is at most {steepest_pair.item():.5f} "
+                    "times $|x - x_0|$: wherever among them the tip stands, $L = 1$ is enough, and 0.9999 is not.",
+                    0.9999 < steepest_pair <= 1.0,
+                ),
+                claim(
+                    "LP-03",
+                    f"With the tip at 0, $L = 1$ leaves {wide.violations} of 600 points outside and $L = 0.9$ leaves "
+                    f"{narrow.violations}.",
+                    wide.violations == 0 and narrow.violations == 100 and len(wide.x) == 600,
+                ),
                 claim(
                     "LP-02 E06",
                     f"The 600 points do not contain 0: the nearest lies {blunt.item():.5f} away. A cone drawn "
@@ -168,46 +169,44 @@ def _():
     )
     _each = torch.func.vmap(torch.func.jacrev(lambda z: z.softmax(-1)))(_scores)
     softmax_elsewhere = torch.linalg.matrix_norm(_each, 2).max()
-    mo.vstack(
-        [
-            mo.md("## Layers that have a limit"),
-            table(
-                [
-                    {"layer": "ReLU", "largest sensitivity": relu_top.item(), "where": "x > 0"},
-                    {
-                        "layer": "GELU",
-                        "largest sensitivity": gelu_top.item(),
-                        "where": "x = root of 2",
-                    },
-                    {
-                        "layer": "LayerNorm, eps = 0.00001",
-                        "largest sensitivity": norm_top.item(),
-                        "where": "a token whose entries are all equal",
-                    },
-                    {
-                        "layer": "softmax, beta = 1",
-                        "largest sensitivity": softmax_top.item(),
-                        "where": "two equal scores",
-                    },
-                ]
-            ),
-            claim(
-                "LP-18",
-                f"ReLU: {relu_top.item():g}. GELU: {gelu_top.item():.4f}, at $x = {grid[gelu_slopes.argmax()].item():.4f}$, "
-                f"which is $\\sqrt 2$. LayerNorm: {norm_top.item():.1f} $= 1/\\sqrt\\epsilon$ at a token without "
-                "spread, because it divides by the spread. Softmax: "
-                f"{softmax_top.item():g}; the steepest of 500 random inputs of six scores has {softmax_elsewhere.item():.3f}.",
-                relu_top == 1
-                and abs(softmax_top.item() - 0.5) < 1e-12
-                and softmax_elsewhere <= 0.5
-                and round(gelu_top.item(), 4) == 1.1289
-                and abs(grid[gelu_slopes.argmax()].item() - 2**0.5) < 2e-4
-                and round(norm_top.item(), 1) == 316.2
-                and bounds.activation("relu") == 1
-                and round(bounds.activation("gelu").item(), 4) == 1.1289
-                and round(bounds.norm_layer(eps=1e-5).item(), 1) == 316.2,
-            ),
-        ]
+    details(
+        table(
+            [
+                {"layer": "ReLU", "largest sensitivity": relu_top.item(), "where": "x > 0"},
+                {
+                    "layer": "GELU",
+                    "largest sensitivity": gelu_top.item(),
+                    "where": "x = root of 2",
+                },
+                {
+                    "layer": "LayerNorm, eps = 0.00001",
+                    "largest sensitivity": norm_top.item(),
+                    "where": "a token whose entries are all equal",
+                },
+                {
+                    "layer": "softmax, beta = 1",
+                    "largest sensitivity": softmax_top.item(),
+                    "where": "two equal scores",
+                },
+            ]
+        ),
+        claim(
+            "LP-18",
+            f"ReLU: {relu_top.item():g}. GELU: {gelu_top.item():.4f}, at $x = {grid[gelu_slopes.argmax()].item():.4f}$, "
+            f"which is $\\sqrt 2$. LayerNorm: {norm_top.item():.1f} $= 1/\\sqrt\\epsilon$ at a token without "
+            "spread, because it divides by the spread. Softmax: "
+            f"{softmax_top.item():g}; the steepest of 500 random inputs of six scores has {softmax_elsewhere.item():.3f}.",
+            relu_top == 1
+            and abs(softmax_top.item() - 0.5) < 1e-12
+            and softmax_elsewhere <= 0.5
+            and round(gelu_top.item(), 4) == 1.1289
+            and abs(grid[gelu_slopes.argmax()].item() - 2**0.5) < 2e-4
+            and round(norm_top.item(), 1) == 316.2
+            and bounds.activation("relu") == 1
+            and round(bounds.activation("gelu").item(), 4) == 1.1289
+            and round(bounds.norm_layer(eps=1e-5).item(), 1) == 316.2,
+        ),
+        title="Layers that have a limit",
     )
     return
 
@@ -296,7 +295,7 @@ def _():
     same happens with any number of tokens of any width. Let $X$ be the matrix of $n$ tokens, one per
     row, each of $d$ numbers. Attention multiplies it by three learned matrices: $X W_Q$ are the
     queries, $X W_K$ the keys, $X W_V$ the values. With $A = W_Q W_K^\top$, which is $d$ by $d$
-    (the factor $1/\sqrt{d_k}$ of lesson 10 is taken to be part of $W_Q$ here),
+    (the factor $1/\sqrt{d_k}$ of [attention](../attention/) is taken to be part of $W_Q$ here),
 
     $$\mathrm{Att}(X) = P\,X\,W_V,$$
 
@@ -394,21 +393,23 @@ def _():
         [
             mo.md(f"The proof in numbers: $n = {n}$ tokens of width $d = {d}$, random weights."),
             table(proof_rows),
-            claim(
-                "LP-09 E10",
-                f"Row $i$ of $X$ is 0, so row $i$ of the scores is 0 and its {n} weights are all {1 / n:g}. "
-                f"$A$ is {d} by {d} and $v = A^\\top w$ has {d} entries, whatever the number of tokens.",
-                _scores[0].abs().max() == 0
-                and torch.allclose(_scores.softmax(-1)[0], torch.full((n,), 1 / n).double())
-                and A.shape == (d, d)
-                and v.shape == (d,)
-                and v.norm() > 0,
-            ),
-            claim(
-                "LP-08 LP-10 E13 PD-22",
-                f"Row $i$ of $d\\mathrm{{Att}}\\,\\tilde X$ equals the formula of step 4 at every $t$, to "
-                f"{max(proof_errors):.0e} of its length; both factors of its first term differ from 0, so it has no bound.",
-                max(proof_errors) < 1e-12 and (v @ u).abs() > 0.1 and (u @ W_V).norm() > 0.1,
+            details(
+                claim(
+                    "LP-09 E10",
+                    f"Row $i$ of $X$ is 0, so row $i$ of the scores is 0 and its {n} weights are all {1 / n:g}. "
+                    f"$A$ is {d} by {d} and $v = A^\\top w$ has {d} entries, whatever the number of tokens.",
+                    _scores[0].abs().max() == 0
+                    and torch.allclose(_scores.softmax(-1)[0], torch.full((n,), 1 / n).double())
+                    and A.shape == (d, d)
+                    and v.shape == (d,)
+                    and v.norm() > 0,
+                ),
+                claim(
+                    "LP-08 LP-10 E13 PD-22",
+                    f"Row $i$ of $d\\mathrm{{Att}}\\,\\tilde X$ equals the formula of step 4 at every $t$, to "
+                    f"{max(proof_errors):.0e} of its length; both factors of its first term differ from 0, so it has no bound.",
+                    max(proof_errors) < 1e-12 and (v @ u).abs() > 0.1 and (u @ W_V).norm() > 0.1,
+                ),
             ),
         ]
     )
@@ -529,17 +530,21 @@ def _(W_K, W_Q, W_V, mask, n):
                 "this many times the step:"
             ),
             table(pair_rows),
-            claim(
-                "LP-11",
-                "The ratios of pairs agree with the derivative, to one percent.",
-                all(abs(r["ratio of a pair"] / r["growth x t^2"] - 1) < 0.01 for r in pair_rows),
-            ),
-            claim(
-                "LP-15",
-                "Scores that are minus squared *distances* between tokens, with queries equal to keys, do have a constant "
-                f"(Kim, Papamakarios and Mnih 2021): {distance_bound:.1f} here, never exceeded by the second line, whose largest value is "
-                f"{max(distance_norms):.2f}. Products pass it at some length.",
-                max(distance_norms) <= distance_bound < dot_norms[-1],
+            details(
+                claim(
+                    "LP-11",
+                    "The ratios of pairs agree with the derivative, to one percent.",
+                    all(
+                        abs(r["ratio of a pair"] / r["growth x t^2"] - 1) < 0.01 for r in pair_rows
+                    ),
+                ),
+                claim(
+                    "LP-15",
+                    "Scores that are minus squared *distances* between tokens, with queries equal to keys, do have a constant "
+                    f"(Kim, Papamakarios and Mnih 2021): {distance_bound:.1f} here, never exceeded by the second line, whose largest value is "
+                    f"{max(distance_norms):.2f}. Products pass it at some length.",
+                    max(distance_norms) <= distance_bound < dot_norms[-1],
+                ),
             ),
         ]
     )
@@ -563,16 +568,18 @@ def _(A, d, moved, n, nudge, proof_input, u, v, w, W_V):
     _expected = 50.0**2 * (_m - 1) / _m**2 * (v @ u) * (u @ W_V) + w @ W_V / _m
     mo.vstack(
         [
-            claim(
-                "E13",
-                f"One long token gives the constant $(n-1)/n^2 = {(n - 1) / n**2:g}$. Long tokens of opposite signs give "
-                f"$(n-1)/n = {(n - 1) / n:g}$, here {balance:.4f} times as much: opposite signs pull the mean back to 0.",
-                abs(balance - n) < 1e-9,
-            ),
-            claim(
-                "LP-16 E14",
-                f"With a causal mask the third token attends to $m = {_m}$ keys, and the formula holds with $m$ in place of $n$.",
-                torch.allclose(_masked, _expected, rtol=1e-12) and A.norm() > 0,
+            details(
+                claim(
+                    "E13",
+                    f"One long token gives the constant $(n-1)/n^2 = {(n - 1) / n**2:g}$. Long tokens of opposite signs give "
+                    f"$(n-1)/n = {(n - 1) / n:g}$, here {balance:.4f} times as much: opposite signs pull the mean back to 0.",
+                    abs(balance - n) < 1e-9,
+                ),
+                claim(
+                    "LP-16 E14",
+                    f"With a causal mask the third token attends to $m = {_m}$ keys, and the formula holds with $m$ in place of $n$.",
+                    torch.allclose(_masked, _expected, rtol=1e-12) and A.norm() > 0,
+                ),
             ),
         ]
     )
@@ -632,13 +639,17 @@ def _(A, W_K, W_Q, W_V, att, d, n, radius_R):
         [
             bar_chart(
                 [
-                    {"what": "median of 300 inputs", "sensitivity": ball_norms.median().item()},
-                    {"what": "largest of 300", "sensitivity": ball_norms.max().item()},
-                    {"what": "bound", "sensitivity": ball_bound.item()},
+                    {"what": what, "share of the bound": (norm / ball_bound).item()}
+                    for what, norm in (
+                        ("median of 300 inputs", ball_norms.median()),
+                        ("largest of 300", ball_norms.max()),
+                        ("the input of the proof", reached.norm()),
+                    )
                 ],
                 "what",
-                "sensitivity",
-                title="Sensitivity for tokens no longer than R",
+                "share of the bound",
+                title=f"Sensitivity for tokens no longer than R; the bound is {number(ball_bound.item())}",
+                y_range=(0, 1),
             ),
             claim(
                 "LP-13 E14",
@@ -650,11 +661,13 @@ def _(A, W_K, W_Q, W_V, att, d, n, radius_R):
                     bounds.ball(W_Q, W_K, W_V, n=n, radius=R, scale=1.0), ball_bound, rtol=1e-9
                 ),
             ),
-            claim(
-                "E14",
-                "The derivative of row $i$ is the sum of three terms, which the bound bounds one by one: the query "
-                "moves, the keys move, the values move.",
-                torch.allclose(torch.func.jvp(att, (_X,), (_D,))[1], by_terms, atol=1e-12),
+            details(
+                claim(
+                    "E14",
+                    "The derivative of row $i$ is the sum of three terms, which the bound bounds one by one: the query "
+                    "moves, the keys move, the values move.",
+                    torch.allclose(torch.func.jvp(att, (_X,), (_D,))[1], by_terms, atol=1e-12),
+                ),
             ),
         ]
     )
@@ -677,26 +690,30 @@ def _(W_K, W_Q, W_V, att, d, n):
     by_svd = torch.linalg.svdvals(_J0.dense())[0]
     mo.vstack(
         [
-            claim(
-                "LP-14",
-                f"Tokens of lengths from 0.001 to 10,000 are at most {normed.norm(dim=-1).max().item():.3f} long after a LayerNorm, within "
-                f"{longest.item():.3f}; attention there has a sensitivity of at most {norm_after.item():.1f}, below the bound "
-                f"{after_norm.item():.1f} that knows only the weights.",
-                normed.norm(dim=-1).max() <= longest
-                and abs(bounds.normalised_radius(d, gamma, bias) / longest.item() - 1) < 1e-9
-                and norm_after <= after_norm,
+            details(
+                claim(
+                    "LP-14",
+                    f"Tokens of lengths from 0.001 to 10,000 are at most {normed.norm(dim=-1).max().item():.3f} long after a LayerNorm, within "
+                    f"{longest.item():.3f}; attention there has a sensitivity of at most {norm_after.item():.1f}, below the bound "
+                    f"{after_norm.item():.1f} that knows only the weights.",
+                    normed.norm(dim=-1).max() <= longest
+                    and abs(bounds.normalised_radius(d, gamma, bias) / longest.item() - 1) < 1e-9
+                    and norm_after <= after_norm,
+                ),
             ),
             mo.md(
                 "At a single input nothing needs to be bounded: the sensitivity can be *measured*, for any part "
                 "of a network. `fenchel.spectral_norm(fenchel.jacobian(f, x))` only multiplies by the Jacobian "
                 "and by its transpose, forward and backward, and never writes the matrix down."
             ),
-            claim(
-                "LP-19",
-                f"It finds {bracket.lower.item():.6f} to {bracket.upper.item():.6f} in {bracket.iterations} rounds; the matrix "
-                f"written out gives {by_svd.item():.6f}.",
-                bracket.lower * (1 - 1e-9) <= by_svd <= bracket.upper
-                and bracket.upper / bracket.lower < 1.001,
+            details(
+                claim(
+                    "LP-19",
+                    f"It finds {bracket.lower.item():.6f} to {bracket.upper.item():.6f} in {bracket.iterations} rounds; the matrix "
+                    f"written out gives {by_svd.item():.6f}.",
+                    bracket.lower * (1 - 1e-9) <= by_svd <= bracket.upper
+                    and bracket.upper / bracket.lower < 1.001,
+                ),
             ),
         ]
     )
@@ -767,7 +784,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l12_lipschitz",
+        lesson="lipschitz",
         task="Write `counterexample(L)`: two inputs of two tokens with one number each (tensors of shape "
         "(2, 1)) whose outputs are more than `L` times as far apart as the inputs. All three weight "
         "matrices are 1.",
@@ -843,14 +860,16 @@ def _(run_path):
                 "map",
                 title="Singular values of your first block",
             ),
-            claim(
-                "LP-17 LP-19",
-                f"`spectral_norm` finds {own_bracket.lower.item():.4f} to {own_bracket.upper.item():.4f} for the block; the matrix of "
-                f"{len(own_dense)} rows written out gives {own_skip[0].item():.4f}. All of its singular values lie within "
-                f"{own_F[0].item():.3f} of 1, the norm of its branches.",
-                own_bracket.lower * (1 - 1e-3) <= own_skip[0] <= own_bracket.upper * (1 + 1e-3)
-                and own_skip[0] <= 1 + own_F[0] + 1e-4
-                and own_skip[-1] >= 1 - own_F[0] - 1e-4,
+            details(
+                claim(
+                    "LP-17 LP-19",
+                    f"`spectral_norm` finds {own_bracket.lower.item():.4f} to {own_bracket.upper.item():.4f} for the block; the matrix of "
+                    f"{len(own_dense)} rows written out gives {own_skip[0].item():.4f}. All of its singular values lie within "
+                    f"{own_F[0].item():.3f} of 1, the norm of its branches.",
+                    own_bracket.lower * (1 - 1e-3) <= own_skip[0] <= own_bracket.upper * (1 + 1e-3)
+                    and own_skip[0] <= 1 + own_F[0] + 1e-4
+                    and own_skip[-1] >= 1 - own_F[0] - 1e-4,
+                ),
             ),
         ]
     )
@@ -918,7 +937,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l12_lipschitz")
+    footer("lipschitz")
     return
 
 

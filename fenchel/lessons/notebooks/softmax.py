@@ -19,6 +19,7 @@ with app.setup:
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
+        bar_chart,
         claim,
         details,
         footer,
@@ -29,13 +30,15 @@ with app.setup:
         question,
         run_picker,
         table,
+        text_field,
+        token_ids,
         what_breaks,
     )
 
 
 @app.cell
 def _():
-    header("l07_softmax")
+    header("softmax")
     return
 
 
@@ -69,7 +72,7 @@ def _():
     Three restaurants have scores. You go out a hundred times and must say how many evenings
     each one gets. Always going to the best one earns the most points, and is dull. Going
     everywhere equally often is varied, and wastes points. Suppose variety is paid for too, in
-    the same currency: the *entropy* $-\sum_i p_i \log p_i$ of the shares (lesson 5: the average surprise)
+    the same currency: the *entropy* $-\sum_i p_i \log p_i$ of the shares (the average surprise of [cross-entropy](../cross_entropy/))
     earns $T$ points per unit. Then there is one best way to divide the evenings, and it is softmax,
 
     $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}.$$
@@ -144,12 +147,14 @@ def _(T, entropy, p, z):
                 and torch.isclose(p.sum(), p.new_tensor(1.0))
                 and torch.equal(p.argsort(stable=True), z.argsort(stable=True)),
             ),
-            claim(
-                "SM-16 SM-17 SM-18 E01",
-                r"The best total, $T \log \sum_i e^{z_i/T}$, is reached. It is the function "
-                r"$\mathrm{lse}_\beta(z) = \frac{1}{\beta} \log \sum_i e^{\beta z_i}$ with "
-                r"$\beta = 1/T$; the factor in front is part of its definition.",
-                torch.isclose(reward, best),
+            details(
+                claim(
+                    "SM-16 SM-17 SM-18 E01",
+                    r"The best total, $T \log \sum_i e^{z_i/T}$, is reached. It is the function "
+                    r"$\mathrm{lse}_\beta(z) = \frac{1}{\beta} \log \sum_i e^{\beta z_i}$ with "
+                    r"$\beta = 1/T$; the factor in front is part of its definition.",
+                    torch.isclose(reward, best),
+                ),
             ),
         ]
     )
@@ -177,19 +182,21 @@ def _(T, p, rivals, z):
                 (lost >= -1e-12).all(),
             ),
             claim(
-                "SM-22",
-                r"Read the other way, for a fixed $q$: no scores $z$ make $\langle z, q \rangle - \mathrm{lse}_1(z)$ larger than $\Omega(q)$, and "
-                r"$z_i = \log q_i$ reach it. Each of the two functions is the *convex conjugate* of the other.",
-                (excess <= 1e-12).all()
-                and torch.allclose(
-                    (rivals * rivals.log()).sum(-1) - torch.logsumexp(rivals.log(), -1), cost
-                ),
-            ),
-            claim(
                 "SM-39",
                 r"What a division $q$ loses is exactly $T \cdot \mathrm{KL}(q \| p)$, with the *divergence* "
-                r"$\mathrm{KL}(q \| p) = \sum_i q_i \log (q_i / p_i)$ of lesson 5: leaving softmax has this price.",
+                r"$\mathrm{KL}(q \| p) = \sum_i q_i \log (q_i / p_i)$ of [cross-entropy](../cross_entropy/): leaving softmax has this price.",
                 torch.allclose(lost, T * divergence, atol=1e-10),
+            ),
+            details(
+                claim(
+                    "SM-22",
+                    r"Read the other way, for a fixed $q$: no scores $z$ make $\langle z, q \rangle - \mathrm{lse}_1(z)$ larger than $\Omega(q)$, and "
+                    r"$z_i = \log q_i$ reach it. Each of the two functions is the *convex conjugate* of the other.",
+                    (excess <= 1e-12).all()
+                    and torch.allclose(
+                        (rivals * rivals.log()).sum(-1) - torch.logsumexp(rivals.log(), -1), cost
+                    ),
+                ),
             ),
         ]
     )
@@ -204,7 +211,7 @@ def _():
             $z_i = T \log p_i + T \log Z$. Now let $q$ be any division of the evenings. Multiply by $q_i$ and add up; the $q_i$ sum
             to 1, so its average score is $\sum q_i z_i = T \sum q_i \log p_i + T \log Z$. Add its reward for variety,
             $-T \sum q_i \log q_i$: the total is $T \log Z - T \sum q_i \log\frac{q_i}{p_i}$. The first part is the same for all. The
-            last sum is never negative, as in lesson 5: the curve $\log x$ lies below the line $x - 1$ and touches it only at 1, so
+            last sum is never negative, as in [cross-entropy](../cross_entropy/): the curve $\log x$ lies below the line $x - 1$ and touches it only at 1, so
             $\sum q_i \log\frac{p_i}{q_i} \le \sum q_i \left(\frac{p_i}{q_i} - 1\right) \le 1 - 1 = 0$, with equality only if $q = p$. So softmax reaches
             $T \log Z$, and every other division earns less.""",
         undergraduate=r"""
@@ -238,27 +245,29 @@ def _():
                 "number to all scores changes nothing.",
                 torch.allclose(five, two) and round(five[0].item(), 4) == 0.7311,
             ),
-            claim(
-                "SM-06",
-                "Shares 0.30, 0.50, 0.20 come from the scores log 0.30, log 0.50, log 0.20, up to a "
-                "constant: softmax takes them back.",
-                torch.allclose(
-                    fenchel.Softmax().weights(scores_of_shares + 7.0), scores_of_shares.exp()
+            details(
+                claim(
+                    "SM-06",
+                    "Shares 0.30, 0.50, 0.20 come from the scores log 0.30, log 0.50, log 0.20, up to a "
+                    "constant: softmax takes them back.",
+                    torch.allclose(
+                        fenchel.Softmax().weights(scores_of_shares + 7.0), scores_of_shares.exp()
+                    ),
                 ),
-            ),
-            claim(
-                "SM-07",
-                "The ratio of two shares is the exponential of the difference of their scores.",
-                torch.isclose(five[0] / five[1], torch.tensor(1.0).exp()),
-            ),
-            claim(
-                "SM-08",
-                "Scores are not shares: of 2, -1 and 0.5 one is negative, and they sum to 1.5. "
-                f"Softmax maps any scores to a distribution, these to {', '.join(f'{w:.3f}' for w in tamed.tolist())}.",
-                (raw < 0).any()
-                and raw.sum() == 1.5
-                and (tamed > 0).all()
-                and torch.isclose(tamed.sum(), torch.tensor(1.0)),
+                claim(
+                    "SM-07",
+                    "The ratio of two shares is the exponential of the difference of their scores.",
+                    torch.isclose(five[0] / five[1], torch.tensor(1.0).exp()),
+                ),
+                claim(
+                    "SM-08",
+                    "Scores are not shares: of 2, -1 and 0.5 one is negative, and they sum to 1.5. "
+                    f"Softmax maps any scores to a distribution, these to {', '.join(f'{w:.3f}' for w in tamed.tolist())}.",
+                    (raw < 0).any()
+                    and raw.sum() == 1.5
+                    and (tamed > 0).all()
+                    and torch.isclose(tamed.sum(), torch.tensor(1.0)),
+                ),
             ),
         ]
     )
@@ -338,17 +347,19 @@ def _(z):
                 r"Automatic differentiation gives $p_i(1 - p_i)$ on the diagonal and $-p_i p_j$ beside it.",
                 torch.allclose(J, formula, atol=1e-12),
             ),
-            claim(
-                "DV-16",
-                r"$J$ is symmetric and its rows sum to 0, $J \mathbf{1} = 0$ with $\mathbf{1}$ a list of ones: shares that rise are taken from others.",
-                torch.allclose(J, J.T) and J.sum(-1).abs().max() < 1e-12,
-            ),
-            claim(
-                "DV-17",
-                r"$J g = p * (g - \langle p, g \rangle)$, where $*$ multiplies entry by entry: the product needs no matrix.",
-                torch.allclose(fenchel.Softmax().jacobian_product(q, g), formula @ g, atol=1e-12),
-            ),
             details(
+                claim(
+                    "DV-16",
+                    r"$J$ is symmetric and its rows sum to 0, $J \mathbf{1} = 0$ with $\mathbf{1}$ a list of ones: shares that rise are taken from others.",
+                    torch.allclose(J, J.T) and J.sum(-1).abs().max() < 1e-12,
+                ),
+                claim(
+                    "DV-17",
+                    r"$J g = p * (g - \langle p, g \rangle)$, where $*$ multiplies entry by entry: the product needs no matrix.",
+                    torch.allclose(
+                        fenchel.Softmax().jacobian_product(q, g), formula @ g, atol=1e-12
+                    ),
+                ),
                 claim(
                     "DV-14 DV-15",
                     r"The gradient of $\mathrm{lse}_\beta$ is softmax of $\beta z$; its second derivative is "
@@ -419,29 +430,31 @@ def _(beta):
                 f"per unit; the bound is {beta.value / 2:g}.",
                 ratio.max() <= beta.value / 2,
             ),
-            claim(
-                "LP-06 E02",
-                r"Two equal scores attain $\beta/2$; five equal ones have $\beta/5$. Five scores only approach $\beta/2$, as three of them go "
-                f"down by 1, 5, 20 and 60: {', '.join(f'{n:.5f}' for n in norms.tolist())} with $\\beta = 1$.",
-                torch.isclose(
-                    softmax.sensitivity(softmax.weights(tie)), tie.new_tensor(beta.value / 2)
-                )
-                and torch.isclose(
-                    softmax.sensitivity(softmax.weights(tie.new_zeros(5))),
-                    tie.new_tensor(beta.value / 5),
-                )
-                and (norms.diff() > 0).all()
-                and norms[0] < 0.33
-                and norms[1] < 0.5,
-            ),
-            claim(
-                "LP-07 E03",
-                r"The proof is one line: a symmetric table stretches no vector by more than its largest row sum of absolute values "
-                r"(Gershgorin), and row $i$ of $J$ has $2 \beta p_i (1 - p_i) \le \beta/2$. The same bound holds in the 1- and the "
-                r"$\infty$-norm.",
-                row_sums.max() <= 0.5
-                and torch.allclose(
-                    row_sums[0], (torch.diag(w[0]) - torch.outer(w[0], w[0])).abs().sum(-1)
+            details(
+                claim(
+                    "LP-06 E02",
+                    r"Two equal scores attain $\beta/2$; five equal ones have $\beta/5$. Five scores only approach $\beta/2$, as three of them go "
+                    f"down by 1, 5, 20 and 60: {', '.join(f'{n:.5f}' for n in norms.tolist())} with $\\beta = 1$.",
+                    torch.isclose(
+                        softmax.sensitivity(softmax.weights(tie)), tie.new_tensor(beta.value / 2)
+                    )
+                    and torch.isclose(
+                        softmax.sensitivity(softmax.weights(tie.new_zeros(5))),
+                        tie.new_tensor(beta.value / 5),
+                    )
+                    and (norms.diff() > 0).all()
+                    and norms[0] < 0.33
+                    and norms[1] < 0.5,
+                ),
+                claim(
+                    "LP-07 E03",
+                    r"The proof is one line: a symmetric table stretches no vector by more than its largest row sum of absolute values "
+                    r"(Gershgorin), and row $i$ of $J$ has $2 \beta p_i (1 - p_i) \le \beta/2$. The same bound holds in the 1- and the "
+                    r"$\infty$-norm.",
+                    row_sums.max() <= 0.5
+                    and torch.allclose(
+                        row_sums[0], (torch.diag(w[0]) - torch.outer(w[0], w[0])).abs().sum(-1)
+                    ),
                 ),
             ),
         ]
@@ -462,39 +475,37 @@ def _():
     chord = (1 - grid) * along[0] + grid * along[-1]
     q_, k_ = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     rows = fenchel.Softmax().weights(q_ @ k_.T / 8**0.5)
-    mo.vstack(
-        [
-            mo.md("## Where you meet it again"),
-            claim(
-                "SM-36 E102",
-                r"Charging for the divergence from the uniform distribution (lesson 8) instead of paying for entropy changes the value "
-                r"by the constant $\log K / \beta$, and not the shares.",
-                torch.allclose(map_.weights(scores), map_.weights(scores, uniform_prior))
-                and torch.isclose(
-                    map_.value(scores) - map_.value(scores, uniform_prior),
-                    scores.new_tensor(K).log() / 2,
-                ),
+    details(
+        claim(
+            "SM-36 E102",
+            r"Charging for the divergence from the uniform distribution (as in *Priors and budgets*) instead of paying for entropy changes the value "
+            r"by the constant $\log K / \beta$, and not the shares.",
+            torch.allclose(map_.weights(scores), map_.weights(scores, uniform_prior))
+            and torch.isclose(
+                map_.value(scores) - map_.value(scores, uniform_prior),
+                scores.new_tensor(K).log() / 2,
             ),
-            claim(
-                "SM-24",
-                r"With $\beta = 1$ the gap of the inequality at a one-hot $y$ is the cross-entropy.",
-                torch.isclose(
-                    fenchel.Softmax().loss(scores, index),
-                    torch.nn.functional.cross_entropy(scores, index),
-                ),
+        ),
+        claim(
+            "SM-24",
+            r"With $\beta = 1$ the gap of the inequality at a one-hot $y$ is the cross-entropy.",
+            torch.isclose(
+                fenchel.Softmax().loss(scores, index),
+                torch.nn.functional.cross_entropy(scores, index),
             ),
-            claim(
-                "SM-13",
-                "Log-sum-exp is convex: between two score vectors it stays below the chord.",
-                (along <= chord + 1e-12).all(),
-            ),
-            claim(
-                "SM-25",
-                "Each row of attention (lesson 10) solves this problem: average score plus entropy.",
-                torch.allclose(rows.sum(-1), torch.ones(5, dtype=torch.float64))
-                and fenchel.kkt(fenchel.Softmax(), q_ @ k_.T / 8**0.5, rows).gap.max() < 1e-9,
-            ),
-        ]
+        ),
+        claim(
+            "SM-13",
+            "Log-sum-exp is convex: between two score vectors it stays below the chord.",
+            (along <= chord + 1e-12).all(),
+        ),
+        claim(
+            "SM-25",
+            "Each row of [attention](../attention/) solves this problem: average score plus entropy.",
+            torch.allclose(rows.sum(-1), torch.ones(5, dtype=torch.float64))
+            and fenchel.kkt(fenchel.Softmax(), q_ @ k_.T / 8**0.5, rows).gap.max() < 1e-9,
+        ),
+        title="Where you meet it again",
     )
     return
 
@@ -514,7 +525,7 @@ def _():
             assert torch.allclose(p, expected), f"At T = {T} the shares differ from softmax."
 
     exercise = Exercise(
-        lesson="l07_softmax",
+        lesson="softmax",
         task="Write `weights(z, T)`: softmax at temperature `T` of a vector, for scores of any size, "
         "without a ready-made softmax. The starter is the formula; a computer cannot hold $e^{800}$, and a shift of all scores "
         "changes nothing.",
@@ -555,24 +566,37 @@ def _(picker):
 
 
 @app.cell
-def _(run_path):
+def _():
+    own_text = text_field("the people of the")
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own_text, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
+    ids = torch.tensor([token_ids(own_text.value, own.tokenizer, own.config.context)])
     with torch.no_grad():
         logits = own.model(ids)[0, -1].double()
     next_token = fenchel.Softmax().weights(logits)
     top = next_token.topk(5)
     mo.vstack(
         [
-            mo.md(
-                "The last layer of your model is a softmax over its vocabulary. After *the people of the*:"
-            ),
-            table(
+            mo.md("The last layer of the model is a softmax over its vocabulary. It goes on with:"),
+            bar_chart(
                 [
-                    {"token": own.tokenizer.decode([i]), "share": w, "logit": logits[i].item()}
+                    {
+                        "token": repr(own.tokenizer.decode([i])),
+                        "share": w,
+                        "logit": logits[i].item(),
+                    }
                     for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-                ]
+                ],
+                "token",
+                "share",
+                title="The next token",
+                y_range=(0, 1),
             ),
             claim(
                 "SM-07",
@@ -593,14 +617,14 @@ def _():
         r"Entropy is one reward for variety among many. With another concave reward the same argument gives other "
         r"weights: the squared norm gives sparsemax, whose small weights are exactly 0 and whose "
         r"constraints $p_i \ge 0$ become active. And $\beta/2$ bounds the reaction to *scores*; in attention the "
-        r"scores themselves are products of tokens, and no single bound holds for all inputs (lesson 12)."
+        r"scores themselves are products of tokens, and no single bound holds for all inputs ([Lipschitz](../lipschitz/))."
     )
     return
 
 
 @app.cell
 def _():
-    footer("l07_softmax")
+    footer("softmax")
     return
 
 

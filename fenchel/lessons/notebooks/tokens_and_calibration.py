@@ -47,6 +47,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -55,6 +56,7 @@ with app.setup:
         question,
         run_picker,
         table,
+        text_field,
         what_breaks,
     )
     from fenchel.train import count_targets, per_sequence, target_losses, total_loss
@@ -62,7 +64,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l18_tokens_and_calibration")
+    header("tokens_and_calibration")
     return
 
 
@@ -194,6 +196,7 @@ def _(all_merges, cut_bpe, lengths, merges):
                 "merges",
                 "pieces per word",
                 title=f"After {len(learned)} merges a word has {lengths[len(learned)]:.2f} pieces",
+                y_range=(2, 7.5),
                 here=[{"merges": len(learned), "pieces per word": lengths[len(learned)]}],
             ),
         ]
@@ -224,24 +227,28 @@ def _(all_merges, cut_bpe, examples, lengths, merge, toy_counts):
                 and all(a >= b for a, b in pairwise(lengths))
                 and merge(("a", "a", "a"), ("a", "a")) == ("aa", "a"),
             ),
-            claim(
-                "TR-19",
-                "Characters are the simplest tokenizer: *hello world* has 11, *çocuk* has 5. A file counts otherwise: it stores *bytes*, numbers from 0 to 255, "
-                "one for each plain letter and two for *ç*, so *çocuk* has 6.",
-                len("hello world") == 11
-                and len(characters.encode("çocuk")) == 5 == len("çocuk")
-                and len("çocuk".encode()) == 6,
-            ),
-            claim(
-                "TR-15 E53",
-                "Merging *characters* covers only the characters seen in training: ï, 😀 and λ have no piece, and need an *unknown* "
-                "token that loses them. Merging *bytes* covers every text, because all 256 bytes are in the vocabulary: "
-                + ", ".join(
-                    f"{text} takes {len(small_bytes.encode(text))} tokens" for text in strange
-                )
-                + ", and decoding gives each back.",
-                all(any(c not in known for c in text) for text in strange)
-                and all(small_bytes.decode(small_bytes.encode(text)) == text for text in strange),
+            details(
+                claim(
+                    "TR-19",
+                    "Characters are the simplest tokenizer: *hello world* has 11, *çocuk* has 5. A file counts otherwise: it stores *bytes*, numbers from 0 to 255, "
+                    "one for each plain letter and two for *ç*, so *çocuk* has 6.",
+                    len("hello world") == 11
+                    and len(characters.encode("çocuk")) == 5 == len("çocuk")
+                    and len("çocuk".encode()) == 6,
+                ),
+                claim(
+                    "TR-15 E53",
+                    "Merging *characters* covers only the characters seen in training: ï, 😀 and λ have no piece, and need an *unknown* "
+                    "token that loses them. Merging *bytes* covers every text, because all 256 bytes are in the vocabulary: "
+                    + ", ".join(
+                        f"{text} takes {len(small_bytes.encode(text))} tokens" for text in strange
+                    )
+                    + ", and decoding gives each back.",
+                    all(any(c not in known for c in text) for text in strange)
+                    and all(
+                        small_bytes.decode(small_bytes.encode(text)) == text for text in strange
+                    ),
+                ),
             ),
         ]
     )
@@ -256,12 +263,6 @@ def _():
     BPE adds pieces to a small list. *Unigram* strikes pieces from a large one. Give every piece $x$ a probability $p(x)$, as if words were
     strings of beads drawn from a bag. A cut into pieces $x_1, \dots, x_n$ then has the probability $p(x_1) \cdots p(x_n)$, and a word that of
     all its cuts together.
-
-    - *Which cut is best?* Walk through the word from left to right, and remember for each place only the best way to get there
-      (**Viterbi**). No need to try all cuts.
-    - *Where do the probabilities come from?* Cut with the present ones, count each piece as often as it is used on average, make the counts the new
-      probabilities, repeat (**expectation-maximisation**, EM). Each round makes the text more probable, or leaves it as it is.
-    - *Which pieces go?* Those whose removal costs the text least, until the list is short enough (**pruning**).
     """)
     return
 
@@ -434,22 +435,32 @@ def _(both, em_round, judge_cuts, judged, p_now, rounds_45, toy_counts, toy_word
     f1 = {name: sum(t[name][1] for t in trials) / 5 for name in ("BPE", "Unigram")}
     mo.vstack(
         [
-            claim(
-                "TR-16",
-                f"Viterbi finds the best of all cuts: checked against all {sum(2 ** (len(w) - 1) for w in short):,} cuts of {len(short)} words. "
-                "The probabilities of the pieces sum to 1.",
-                all(math.isclose(viterbi(w, p_now)[0], best) for w, best in brute.items())
-                and math.isclose(sum(p_now.values()), 1.0)
-                and math.isclose(
-                    em_round(dict.fromkeys(short, 1), p_now)[1],
-                    sum(map(math.log, by_all_cuts.values())),
+            details(
+                mo.md(r"""
+                - *Which cut is best?* Walk through the word from left to right, and remember for each place only the best way to get there
+                  (**Viterbi**). No need to try all cuts.
+                - *Where do the probabilities come from?* Cut with the present ones, count each piece as often as it is used on average, make the counts the new
+                  probabilities, repeat (**expectation-maximisation**, EM). Each round makes the text more probable, or leaves it as it is.
+                - *Which pieces go?* Those whose removal costs the text least, until the list is short enough (**pruning**).
+                """),
+                claim(
+                    "TR-16",
+                    f"Viterbi finds the best of all cuts: checked against all {sum(2 ** (len(w) - 1) for w in short):,} cuts of {len(short)} words. "
+                    "The probabilities of the pieces sum to 1.",
+                    all(math.isclose(viterbi(w, p_now)[0], best) for w, best in brute.items())
+                    and math.isclose(sum(p_now.values()), 1.0)
+                    and math.isclose(
+                        em_round(dict.fromkeys(short, 1), p_now)[1],
+                        sum(map(math.log, by_all_cuts.values())),
+                    ),
                 ),
-            ),
-            claim(
-                "TR-16",
-                f"EM never lowers the likelihood of the text: {len(rounds_45)} times three rounds, from "
-                f"{rounds_45[0][0]:.0f} nats at first to {total_now:.0f} with {len(p_now)} pieces left.",
-                all(b >= a - 1e-6 for rounds in rounds_45 for a, b in pairwise(rounds)),
+                claim(
+                    "TR-16",
+                    f"EM never lowers the likelihood of the text: {len(rounds_45)} times three rounds, from "
+                    f"{rounds_45[0][0]:.0f} nats at first to {total_now:.0f} with {len(p_now)} pieces left.",
+                    all(b >= a - 1e-6 for rounds in rounds_45 for a, b in pairwise(rounds)),
+                ),
+                title="Viterbi, EM, pruning",
             ),
             claim(
                 "TR-17",
@@ -457,14 +468,16 @@ def _(both, em_round, judge_cuts, judged, p_now, rounds_45, toy_counts, toy_word
                 f"{judged['Unigram'][0]:.2f} against {judged['BPE'][0]:.2f}. BPE is left with pieces that only led to longer ones.",
                 judged["Unigram"][0] < judged["BPE"][0],
             ),
-            claim(
-                "TR-17",
-                "In five drawn texts with 45 pieces the borders of Unigram agree better with the true parts on average (F1, which is 1 if all do), "
-                f"{f1['Unigram']:.2f} against {f1['BPE']:.2f}, though not in each ("
-                + ", ".join(f"{t['Unigram'][1]:.2f} and {t['BPE'][1]:.2f}" for t in trials)
-                + "). It is an observation on a toy, and fades with 60 pieces: choose them in the menu.",
-                f1["Unigram"] > f1["BPE"] + 0.03
-                and all(t["Unigram"][0] < t["BPE"][0] for t in trials),
+            details(
+                claim(
+                    "TR-17",
+                    "In five drawn texts with 45 pieces the borders of Unigram agree better with the true parts on average (F1, which is 1 if all do), "
+                    f"{f1['Unigram']:.2f} against {f1['BPE']:.2f}, though not in each ("
+                    + ", ".join(f"{t['Unigram'][1]:.2f} and {t['BPE'][1]:.2f}" for t in trials)
+                    + "). It is an observation on a toy, and fades with 60 pieces: choose them in the menu.",
+                    f1["Unigram"] > f1["BPE"] + 0.03
+                    and all(t["Unigram"][0] < t["BPE"][0] for t in trials),
+                ),
             ),
         ]
     )
@@ -481,13 +494,7 @@ def _():
 
     $$-\log P(x) = -\sum_{t=1}^{T} \log P(x_t \mid x_{<t}) .$$
 
-    $x$ is a text of $T$ tokens, $x_t$ its token number $t$, and $x_{<t}$ all tokens before it; the bar is read *given*. Three details decide whether this is computed right.
-
-    - **The first token** has nothing before it. A special token is put there: *begin of sequence* (BOS). Another says that the text is over (EOS). In
-      fenchel `<|end|>` is both. A third, PAD, fills short rows of a batch, and is never a target.
-    - **The shift.** Row $t$ of the output has seen tokens up to $x_t$ itself. So it predicts $x_{t+1}$, and the targets are the inputs shifted by one. Without
-      the shift the answer stands in the question.
-    - **The mean.** Over all real tokens of a batch, or first within each sequence? Both are in use. They differ when lengths differ.
+    $x$ is a text of $T$ tokens, $x_t$ its token number $t$, and $x_{<t}$ all tokens before it; the bar is read *given*. While a model learns, the tokens before are always the true ones ([teacher forcing](../masks_and_heads/)).
     """)
     return
 
@@ -546,34 +553,46 @@ def _():
                     total_loss(tiny(every[:, :-1]).detach(), every[:, 1:]), -log_text.sum()
                 ),
             ),
-            claim(
-                "TR-08 E50",
-                "Two texts that differ in the last token have the same output in all rows before: the causal mask lets no row see later tokens. Row $t$ "
-                f"does see token $t$. Trained on random tokens *without* the shift, a model reaches a loss of {copied:.3f} by copying; with the shift it "
-                f"stays at {predicted:.2f}, as it must: $\\log {V}$ = {math.log(V):.2f}.",
-                torch.equal(first_rows[0], first_rows[1])
-                and copied < 0.2
-                and abs(predicted - math.log(V)) < 0.2,
-            ),
-            claim(
-                "TR-07 E51",
-                f"Sequences of 6 and 2 targets: the mean over tokens is {token_mean.item():.4f}, the mean of the means per sequence {sequence_mean.item():.4f}. Fenchel trains on the first. "
-                "Padding, a target of -100, changes neither. Perplexity needs the mean over tokens; the formula above is a sum.",
-                not torch.isclose(token_mean, sequence_mean)
-                and torch.isclose(
-                    token_mean, cross_entropy(scores.flatten(0, 1), targets.flatten())
-                )
-                and torch.isclose(wider.sum() / count_targets(targets), token_mean)
-                and torch.isclose(sequence_mean, (losses[0].mean() + losses[1, :2].mean()) / 2),
-            ),
-            claim(
-                "TR-18",
-                f"`{END}` has id {by_words.end_id} and `{PAD}` id {by_words.pad_id}. A text that spells them out gets ordinary tokens: no text can end itself. "
-                "Generation without a prompt starts from the first, and stops when it is drawn again.",
-                (by_words.end_id, by_words.pad_id) == (0, 1)
-                and not {0, 1} & set(by_words.encode(f"a {END} b {PAD}"))
-                and by_words.decode([by_words.end_id, *by_words.encode("we"), by_words.pad_id])
-                == "we",
+            details(
+                mo.md(r"""
+                Three details decide whether this is computed right.
+
+                - **The first token** has nothing before it. A special token is put there: *begin of sequence* (BOS). Another says that the text is over (EOS). In
+                  fenchel `<|end|>` is both. A third, PAD, fills short rows of a batch, and is never a target.
+                - **The shift.** Row $t$ of the output has seen tokens up to $x_t$ itself. So it predicts $x_{t+1}$, and the targets are the inputs shifted by one. Without
+                  the shift the answer stands in the question.
+                - **The mean.** Over all real tokens of a batch, or first within each sequence? Both are in use. They differ when lengths differ.
+                """),
+                claim(
+                    "TR-08 E50",
+                    "Two texts that differ in the last token have the same output in all rows before: the causal mask lets no row see later tokens. Row $t$ "
+                    f"does see token $t$. Trained on random tokens *without* the shift, a model reaches a loss of {copied:.3f} by copying; with the shift it "
+                    f"stays at {predicted:.2f}, as it must: $\\log {V}$ = {math.log(V):.2f}.",
+                    torch.equal(first_rows[0], first_rows[1])
+                    and copied < 0.2
+                    and abs(predicted - math.log(V)) < 0.2,
+                ),
+                claim(
+                    "TR-07 E51",
+                    f"Sequences of 6 and 2 targets: the mean over tokens is {token_mean.item():.4f}, the mean of the means per sequence {sequence_mean.item():.4f}. Fenchel trains on the first. "
+                    "Padding, a target of -100, changes neither. Perplexity needs the mean over tokens; the formula above is a sum.",
+                    not torch.isclose(token_mean, sequence_mean)
+                    and torch.isclose(
+                        token_mean, cross_entropy(scores.flatten(0, 1), targets.flatten())
+                    )
+                    and torch.isclose(wider.sum() / count_targets(targets), token_mean)
+                    and torch.isclose(sequence_mean, (losses[0].mean() + losses[1, :2].mean()) / 2),
+                ),
+                claim(
+                    "TR-18",
+                    f"`{END}` has id {by_words.end_id} and `{PAD}` id {by_words.pad_id}. A text that spells them out gets ordinary tokens: no text can end itself. "
+                    "Generation without a prompt starts from the first, and stops when it is drawn again.",
+                    (by_words.end_id, by_words.pad_id) == (0, 1)
+                    and not {0, 1} & set(by_words.encode(f"a {END} b {PAD}"))
+                    and by_words.decode([by_words.end_id, *by_words.encode("we"), by_words.pad_id])
+                    == "we",
+                ),
+                title="The first token, the shift, the mean",
             ),
         ]
     )
@@ -596,32 +615,29 @@ def _(tiny):
         refused = False
     except RuntimeError:
         refused = True
-    mo.vstack(
-        [
-            mo.md(r"""
-    ## One table, used twice
-
+    details(
+        mo.md(r"""
     A dictionary is read in two directions: from word to meaning, and from meaning to word. The table $E$ has one row of $d$ numbers for each of
     the $V$ tokens. At the entrance a token is its row, $e_i = E_i$. At the exit the state $h_t$ is compared with all rows by inner products,
     $P(x_{t+1} \mid x_1, \dots, x_t) = \mathrm{softmax}(h_t E^\top)$. Using one table for both is called *weight tying*.
             """),
-            claim(
-                "TR-09",
-                "Looking up row $i$ is the same as multiplying a *one-hot* row (a 1 at place $i$, 0 elsewhere) with $E$.",
-                torch.equal(one_hot(torch.arange(8), 8).double() @ E, E[torch.arange(8)])
-                and torch.equal(tiny.embed(some_ids)[0].detach(), E[[3, 1, 4]]),
-            ),
-            claim(
-                "TR-10",
-                f"The tied output is $h E^\\top$, and it saves a table of $V d$ = 8 x 16 = {sizes[0] - sizes[1]} parameters.",
-                torch.allclose(out, hidden @ E.T) and sizes[0] - sizes[1] == 8 * 16,
-            ),
-            claim(
-                "TR-11",
-                "Transpose it: $h$ has 16 entries and $E$ is 8 x 16, so $h E$ does not fit, and torch refuses. Tying needs the same width at both ends.",
-                refused and hidden.shape[-1] == E.shape[1] and (hidden @ E.T).shape[-1] == 8,
-            ),
-        ]
+        claim(
+            "TR-09",
+            "Looking up row $i$ is the same as multiplying a *one-hot* row (a 1 at place $i$, 0 elsewhere) with $E$.",
+            torch.equal(one_hot(torch.arange(8), 8).double() @ E, E[torch.arange(8)])
+            and torch.equal(tiny.embed(some_ids)[0].detach(), E[[3, 1, 4]]),
+        ),
+        claim(
+            "TR-10",
+            f"The tied output is $h E^\\top$, and it saves a table of $V d$ = 8 x 16 = {sizes[0] - sizes[1]} parameters.",
+            torch.allclose(out, hidden @ E.T) and sizes[0] - sizes[1] == 8 * 16,
+        ),
+        claim(
+            "TR-11",
+            "Transpose it: $h$ has 16 entries and $E$ is 8 x 16, so $h E$ does not fit, and torch refuses. Tying needs the same width at both ends.",
+            refused and hidden.shape[-1] == E.shape[1] and (hidden @ E.T).shape[-1] == 8,
+        ),
+        title="One table, used twice",
     )
     return
 
@@ -644,21 +660,18 @@ def _():
 
 @app.cell
 def _():
-    split = mo.ui.dropdown(
-        {
-            "four pieces: hel|lo| wor|ld": ("hel", "lo", " wor", "ld"),
-            "two pieces: hello| world": ("hello", " world"),
-            "eleven characters": tuple("hello world"),
-        },
-        value="four pieces: hel|lo| wor|ld",
-        label="Cut",
-    )
+    splits = {
+        "two pieces": ("hello", " world"),
+        "four pieces": ("hel", "lo", " wor", "ld"),
+        "eleven characters": tuple("hello world"),
+    }
+    split = mo.ui.dropdown(list(splits), value="four pieces", label="Cut")
     split
-    return (split,)
+    return split, splits
 
 
 @app.cell
-def _(split):
+def _(split, splits):
     def scored(pieces):
         text = "".join(pieces)
         return Score(
@@ -668,11 +681,8 @@ def _(split):
             len(pieces),
         )
 
-    shown = scored(split.value)
-    four, two, eleven = (
-        scored(pieces)
-        for pieces in (("hel", "lo", " wor", "ld"), ("hello", " world"), tuple("hello world"))
-    )
+    shown = scored(splits[split.value])
+    two, four, eleven = map(scored, splits.values())
 
     class Uniform(torch.nn.Module):
         def forward(self, ids):
@@ -690,18 +700,18 @@ def _(split):
         [
             bar_chart(
                 [
-                    {"measure": "perplexity", "value": shown.perplexity},
-                    {"measure": "bits per byte", "value": shown.bits_per_byte},
+                    {
+                        "cut": name,
+                        "perplexity": scored(pieces).perplexity,
+                        "bits per byte": scored(pieces).bits_per_byte,
+                    }
+                    for name, pieces in splits.items()
                 ],
-                "measure",
-                "value",
-                title=f"{shown.tokens} tokens: perplexity {shown.perplexity:.2f}, {shown.bits_per_byte:.3f} bits per byte",
-            ),
-            claim(
-                "TR-12",
-                f"A model that knows nothing and guesses uniformly among $V$ tokens has perplexity $V$: {of_uniform.perplexity:.1f} for 50.",
-                math.isclose(of_uniform.perplexity, 50)
-                and math.isclose(of_uniform.loss, math.log(50)),
+                "cut",
+                "perplexity",
+                title=f"{'|'.join(splits[split.value])}: perplexity {shown.perplexity:.2f}, {shown.bits_per_byte:.3f} bits per byte",
+                y_range=(0, 250),
+                here=split.value,
             ),
             claim(
                 "TR-14 E52",
@@ -718,6 +728,14 @@ def _(split):
                 "different tokenizers" in refusal
                 and abs(shown.bits_per_byte - four.bits_per_byte) < 1e-12
                 and abs(compare(by_four, by_eleven).difference) < 1e-12,
+            ),
+            details(
+                claim(
+                    "TR-12",
+                    f"A model that knows nothing and guesses uniformly among $V$ tokens has perplexity $V$: {of_uniform.perplexity:.1f} for 50.",
+                    math.isclose(of_uniform.perplexity, 50)
+                    and math.isclose(of_uniform.loss, math.log(50)),
+                ),
             ),
         ]
     )
@@ -817,6 +835,7 @@ def _(curve):
                 "loss in nats",
                 "text",
                 title="Learning by heart: the two losses part",
+                y_range=(0, 3.5),
             ),
             claim(
                 "RG-12",
@@ -851,7 +870,7 @@ def _():
     How far from calibrated is it? Sort the $n$ predictions into bins $B_m$ by confidence, from unsure to sure. In each bin, compare the share that is right with
     the mean confidence. The average of these gaps is the *expected calibration error*:
     $\mathrm{ECE} = \sum_m \frac{|B_m|}{n} \left|\mathrm{acc}(B_m) - \mathrm{conf}(B_m)\right|$. Here $|B_m|$ is the number of predictions in a bin, $\mathrm{acc}$ the share that is right and $\mathrm{conf}$ the mean confidence.
-    One knob can repair much of it: divide all logits by a *temperature*. From here on $T$ is that temperature, $1/\beta$ in lesson 7, and no longer a number of tokens.
+    One knob can repair much of it: divide all logits by a *temperature*. From here on $T$ is that temperature, the $1/\beta$ of [softmax](../softmax/), and no longer a number of tokens.
             """),
             temperature,
             bins,
@@ -906,27 +925,29 @@ def _(diagram, ece, fitted, kind, logits, measured, middle, truths):
     nine_of_nine = reliability(ninety, torch.ones(100))
     mo.vstack(
         [
-            claim(
-                "RG-06",
-                "A hundred predictions of confidence 0.9: with 90 right the error is 0, with 100 right it is 0.1. Being right too often is a miss as well.",
-                calibration_error(nine_of_ten) < 1e-9
-                and abs(calibration_error(nine_of_nine) - 0.1) < 1e-9,
-            ),
-            claim(
-                "RG-03 RG-04",
-                f"The sum over {len(diagram)} bins of equal {kind.value}, written out, is {by_hand:.4f}, as the library says.",
-                abs(by_hand - ece) < 1e-6 and sum(b.size for b in diagram) == _N,
-            ),
-            claim(
-                "E80 RG-04",
-                f"ECE depends on the bins, so name them. At $T = {fitted.temperature:.2f}$: "
-                + ", ".join(f"{e:.3f} with {m}" for m, e in eces.items())
-                + f", {by_mass:.3f} with 15 of equal mass. Fenchel takes 15 of equal width, the first choice only, and leaves empty bins out; $n$ counts predictions. One bin sees only the "
-                "average, where gaps up and down cancel.",
-                len({round(e, 6) for e in eces.values()}) > 1
-                and eces[1] <= min(eces.values()) + 1e-9
-                and abs(eces[15] - summarise(plain).ece) < 1e-12
-                and all(b.size > 0 for b in diagram),
+            details(
+                claim(
+                    "RG-06",
+                    "A hundred predictions of confidence 0.9: with 90 right the error is 0, with 100 right it is 0.1. Being right too often is a miss as well.",
+                    calibration_error(nine_of_ten) < 1e-9
+                    and abs(calibration_error(nine_of_nine) - 0.1) < 1e-9,
+                ),
+                claim(
+                    "RG-03 RG-04",
+                    f"The sum over {len(diagram)} bins of equal {kind.value}, written out, is {by_hand:.4f}, as the library says.",
+                    abs(by_hand - ece) < 1e-6 and sum(b.size for b in diagram) == _N,
+                ),
+                claim(
+                    "E80 RG-04",
+                    f"ECE depends on the bins, so name them. At $T = {fitted.temperature:.2f}$: "
+                    + ", ".join(f"{e:.3f} with {m}" for m, e in eces.items())
+                    + f", {by_mass:.3f} with 15 of equal mass. Fenchel takes 15 of equal width, the first choice only, and leaves empty bins out; $n$ counts predictions. One bin sees only the "
+                    "average, where gaps up and down cancel.",
+                    len({round(e, 6) for e in eces.values()}) > 1
+                    and eces[1] <= min(eces.values()) + 1e-9
+                    and abs(eces[15] - summarise(plain).ece) < 1e-12
+                    and all(b.size > 0 for b in diagram),
+                ),
             ),
         ]
     )
@@ -955,12 +976,14 @@ def _(fitted, logits, measured, middle, truths):
                 and first_half[1] < min(first_half[0], first_half[2])
                 and measured.hit.double().mean().item() == before.accuracy == after.accuracy,
             ),
-            claim(
-                "RG-05",
-                "$T > 1$ makes a model less confident, $T < 1$ more: mean confidence "
-                + ", ".join(f"{at[t].confidence:.2f}" for t in grid)
-                + " at $T$ = 0.5 to 4.",
-                all(at[a].confidence > at[b].confidence for a, b in pairwise(grid)),
+            details(
+                claim(
+                    "RG-05",
+                    "$T > 1$ makes a model less confident, $T < 1$ more: mean confidence "
+                    + ", ".join(f"{at[t].confidence:.2f}" for t in grid)
+                    + " at $T$ = 0.5 to 4.",
+                    all(at[a].confidence > at[b].confidence for a, b in pairwise(grid)),
+                ),
             ),
         ]
     )
@@ -1024,38 +1047,40 @@ def _(amount, logits, middle, smooth_logits, smooth_truths, truths):
                 y_range=(0, 3),
                 here=[{"logit gap": best.gap, "loss in nats": best.minimum}],
             ),
-            claim(
-                "RG-07 E47",
-                f"With $V = 10$ and $a = {a:g}$ the true class gets {best.confidence:.3f} and each other {best.other:.3f}: together 1, as in torch. (Another convention shares $a$ among "
-                "the $V - 1$ others only.)",
-                math.isclose(q_.sum().item(), 1.0, rel_tol=1e-6)
-                and math.isclose(q_[0, 4].item(), 1 - a + a / 10, rel_tol=1e-6)
-                and torch.isclose(
-                    cross_entropy(z_, torch.tensor([4]), label_smoothing=a),
-                    -(q_ * z_.log_softmax(-1)).sum(),
-                    rtol=1e-6,
+            details(
+                claim(
+                    "RG-07 E47",
+                    f"With $V = 10$ and $a = {a:g}$ the true class gets {best.confidence:.3f} and each other {best.other:.3f}: together 1, as in torch. (Another convention shares $a$ among "
+                    "the $V - 1$ others only.)",
+                    math.isclose(q_.sum().item(), 1.0, rel_tol=1e-6)
+                    and math.isclose(q_[0, 4].item(), 1 - a + a / 10, rel_tol=1e-6)
+                    and torch.isclose(
+                        cross_entropy(z_, torch.tensor([4]), label_smoothing=a),
+                        -(q_ * z_.log_softmax(-1)).sum(),
+                        rtol=1e-6,
+                    ),
                 ),
-            ),
-            claim(
-                "RG-08",
-                "The slope in the logits is $p - q$, with $p$ the probabilities of the model: above the best gap, more confidence costs. For $V = 10$, $a = 0.1$ the best gap of the logits is "
-                f"{tenth.gap:.3f} and the least loss {tenth.minimum:.4f}.",
-                f"{tenth.gap:.3f} {tenth.minimum:.4f}" == "4.511 0.5003"
-                and torch.allclose(slope, (z_.softmax(-1) - q_).detach(), atol=1e-6)
-                and abs(gaps_[smoothed.argmin()].item() - best.gap) < 0.06
-                and abs(smoothed.min().item() - best.minimum) < 1e-3,
-            ),
-            claim(
-                "E47",
-                f"So a smoothed loss never reaches 0, and its exponential is no perplexity: at its best it would be {math.exp(tenth.minimum):.2f} where 1 is perfect. Report the plain loss too.",
-                smoothed.min() > 0 and tenth.minimum > 0.5 and math.exp(tenth.minimum) > 1.6,
-            ),
-            claim(
-                "RG-09",
-                f"The model above, trained again with $a = 0.1$: mean confidence {with_smoothing.confidence:.2f} instead of {without.confidence:.2f} at accuracy {with_smoothing.accuracy:.2f} and "
-                f"{without.accuracy:.2f}, ECE {with_smoothing.ece:.3f} instead of {without.ece:.3f}. An observation, not a theorem.",
-                with_smoothing.ece < without.ece - 0.03
-                and with_smoothing.confidence < without.confidence,
+                claim(
+                    "RG-08",
+                    "The slope in the logits is $p - q$, with $p$ the probabilities of the model: above the best gap, more confidence costs. For $V = 10$, $a = 0.1$ the best gap of the logits is "
+                    f"{tenth.gap:.3f} and the least loss {tenth.minimum:.4f}.",
+                    f"{tenth.gap:.3f} {tenth.minimum:.4f}" == "4.511 0.5003"
+                    and torch.allclose(slope, (z_.softmax(-1) - q_).detach(), atol=1e-6)
+                    and abs(gaps_[smoothed.argmin()].item() - best.gap) < 0.06
+                    and abs(smoothed.min().item() - best.minimum) < 1e-3,
+                ),
+                claim(
+                    "E47",
+                    f"So a smoothed loss never reaches 0, and its exponential is no perplexity: at its best it would be {math.exp(tenth.minimum):.2f} where 1 is perfect. Report the plain loss too.",
+                    smoothed.min() > 0 and tenth.minimum > 0.5 and math.exp(tenth.minimum) > 1.6,
+                ),
+                claim(
+                    "RG-09",
+                    f"The model above, trained again with $a = 0.1$: mean confidence {with_smoothing.confidence:.2f} instead of {without.confidence:.2f} at accuracy {with_smoothing.accuracy:.2f} and "
+                    f"{without.accuracy:.2f}, ECE {with_smoothing.ece:.3f} instead of {without.ece:.3f}. An observation, not a theorem.",
+                    with_smoothing.ece < without.ece - 0.03
+                    and with_smoothing.confidence < without.confidence,
+                ),
             ),
         ]
     )
@@ -1085,36 +1110,33 @@ def _():
         descent.step()
         entropies.append(head_entropy(queries, keys).detach())
     first_gradient = queries.detach()[0, 0] - start[0, 0]
-    mo.vstack(
-        [
-            mo.md(r"""
-    ## The same idea inside attention
-
+    details(
+        mo.md(r"""
     Attention weights can be too sure as well: a head that gives one key all its weight hardly learns any more. An *entropy floor* $c$ adds the penalty $\max(0, c - H)^2$ per head
-    to the loss, $H$ being the mean entropy (average surprise, lesson 5) of its rows. It acts on heads below the floor only.
+    to the loss, $H$ being the mean entropy (average surprise, [cross-entropy](../cross_entropy/)) of its rows. It acts on heads below the floor only.
             """),
-            line_chart(
-                [
-                    {"step": k, "entropy in nats": h, "head": f"head {i}"}
-                    for k, row in enumerate(entropies)
-                    for i, h in enumerate(row.tolist())
-                ],
-                "step",
-                "entropy in nats",
-                "head",
-                title=f"Four heads under the penalty alone, floor {floor}",
-            ),
-            claim(
-                "RG-13",
-                "Three sharp heads rise from "
-                + ", ".join(f"{h:.2f}" for h in entropies[0][1:].tolist())
-                + f" to the floor {floor} within 60 steps; the head that was above it stays as it was. In training: `train.entropy_floor`.",
-                (entropies[0][1:] < floor).all()
-                and entropies[0][0] > floor
-                and (entropies[-1][1:] > floor - 0.05).all()
-                and first_gradient.abs().max() == 0,
-            ),
-        ]
+        line_chart(
+            [
+                {"step": k, "entropy in nats": h, "head": f"head {i}"}
+                for k, row in enumerate(entropies)
+                for i, h in enumerate(row.tolist(), 1)
+            ],
+            "step",
+            "entropy in nats",
+            "head",
+            title=f"Four heads under the penalty alone, floor {floor}",
+        ),
+        claim(
+            "RG-13",
+            "Three sharp heads rise from "
+            + ", ".join(f"{h:.2f}" for h in entropies[0][1:].tolist())
+            + f" to the floor {floor} within 60 steps; the head that was above it stays as it was. In training: `train.entropy_floor`.",
+            (entropies[0][1:] < floor).all()
+            and entropies[0][0] > floor
+            and (entropies[-1][1:] > floor - 0.05).all()
+            and first_gradient.abs().max() == 0,
+        ),
+        title="The same idea inside attention",
     )
     return
 
@@ -1138,7 +1160,7 @@ def _():
         )
 
     exercise = Exercise(
-        lesson="l18_tokens_and_calibration",
+        lesson="tokens_and_calibration",
         task="Write `bits_per_byte(losses, text)`: from the loss of each token in nats and the text itself.",
         starter="""
     def bits_per_byte(losses, text):
@@ -1176,10 +1198,17 @@ def _(picker):
 
 
 @app.cell
-def _(run_path):
+def _():
+    own_text = text_field("We the people of the united states form a more perfect union.")
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own_text, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    phrase = "We the people of the united states form a more perfect union."
+    phrase = own_text.value.strip() or "We"
     own_ids = np.array([own.tokenizer.end_id, *own.tokenizer.encode(phrase)])
     own_score = score(own.model, own_ids, bytes=len(phrase.encode()), context=own.config.context)
     short_ids = torch.from_numpy(own_ids[: min(8, own.config.context)])[None].long()
@@ -1221,10 +1250,12 @@ def _(run_path):
                     rel_tol=1e-9,
                 ),
             ),
-            claim(
-                "TR-08",
-                "Changing the last token of a text leaves all earlier rows of your model's output as they were.",
-                torch.allclose(rows_a, rows_b, atol=1e-5),
+            details(
+                claim(
+                    "TR-08",
+                    "Changing the last token of a text leaves all earlier rows of your model's output as they were.",
+                    torch.allclose(rows_a, rows_b, atol=1e-5),
+                ),
             ),
         ]
     )
@@ -1242,7 +1273,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l18_tokens_and_calibration")
+    footer("tokens_and_calibration")
     return
 
 

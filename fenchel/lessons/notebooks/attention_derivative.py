@@ -24,6 +24,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -33,7 +34,10 @@ with app.setup:
         question,
         run_picker,
         table,
+        text_field,
+        token_ids,
         what_breaks,
+        words_and_weights,
     )
     from fenchel.sensitivity import remainder
     from fenchel.sensitivity.layers import ActivationLayer, NormLayer
@@ -60,7 +64,7 @@ def rows_as_text(m):
 
 @app.cell
 def _():
-    header("l11_attention_derivative")
+    header("attention_derivative")
     return
 
 
@@ -105,7 +109,7 @@ def _():
     $$do = \underbrace{(J\,dz)\,v}_{\text{faders}} + \underbrace{p\,dv}_{\text{singers}} .$$
 
     $z = q k^\top/\sqrt{d_k}$ are the scores. $J$ says how weights react to scores: more to one means less to the others,
-    $J = \mathrm{diag}(p) - p\,p^\top$ for each row (lesson 7; $\mathrm{diag}(p)$ is the table with $p$ on its diagonal and zeros elsewhere, $p\,p^\top$
+    $J = \mathrm{diag}(p) - p\,p^\top$ for each row ([softmax](../softmax/); $\mathrm{diag}(p)$ is the table with $p$ on its diagonal and zeros elsewhere, $p\,p^\top$
     the table of all products $p_i p_j$). A product of two things that both move changes by *first moved times second* plus
     *first times second moved*; that is all that happens here, twice. The tiny product of the two changes is left out.
 
@@ -155,7 +159,7 @@ def _(dk, dq, dv, k, nudged, q, size, v):
         [
             bar_chart(
                 [
-                    {"entry of the output": str(i), "change": x, "by": name}
+                    {"entry of the output": str(i), "change / h": x / size.value, "by": name}
                     for name, part in (
                         ("truth", _truth),
                         ("faders", move.choosing[0]),
@@ -165,9 +169,10 @@ def _(dk, dq, dv, k, nudged, q, size, v):
                     for i, x in enumerate(part.tolist())
                 ],
                 "entry of the output",
-                "change",
+                "change / h",
                 "by",
-                title=f"Change of the output: {_on} nudged by {size.value:g}",
+                title=f"Change of the output per unit of nudge: {_on}, h = {size.value:g}",
+                y_range=(-0.5, 2.5),
             ),
             mo.md(f"Prediction and truth differ by **{100 * _apart:.1f} %** of the change."),
             claim(
@@ -175,14 +180,16 @@ def _(dk, dq, dv, k, nudged, q, size, v):
                 "The prediction, faders plus singers, is the derivative that automatic differentiation finds in this direction.",
                 torch.allclose(move.total, _auto, atol=1e-12),
             ),
-            claim(
-                "DV-24",
-                "Values alone are predicted exactly, however far they move: the mix is a sum of shares times values, and the "
-                "shares stay. Only the faders bend.",
-                torch.allclose(
-                    fenchel.attend_jvp((q, k, v), (None, None, 3.0 * dv)).total,
-                    fenchel.attend(q, k, v + 3.0 * dv) - fenchel.attend(q, k, v),
-                    atol=1e-12,
+            details(
+                claim(
+                    "DV-24",
+                    "Values alone are predicted exactly, however far they move: the mix is a sum of shares times values, and the "
+                    "shares stay. Only the faders bend.",
+                    torch.allclose(
+                        fenchel.attend_jvp((q, k, v), (None, None, 3.0 * dv)).total,
+                        fenchel.attend(q, k, v + 3.0 * dv) - fenchel.attend(q, k, v),
+                        atol=1e-12,
+                    ),
                 ),
             ),
         ]
@@ -262,11 +269,13 @@ def _():
                 and torch.allclose(_own, right.error, rtol=1e-3, atol=1e-12)
                 and all(abs(x - 4) < 0.3 for x in _quarter),
             ),
-            claim(
-                "DV-28",
-                f"Each row of $G$ sums to zero (largest sum {G.sum(-1).abs().max():.0e}): raising all scores of a query alike "
-                "changes nothing. The gradient that forgets softmax lacks this.",
-                G.sum(-1).abs().max() < 1e-12 and _forgot.sum(-1).abs().max() > 0.1,
+            details(
+                claim(
+                    "DV-28",
+                    f"Each row of $G$ sums to zero (largest sum {G.sum(-1).abs().max():.0e}): raising all scores of a query alike "
+                    "changes nothing. The gradient that forgets softmax lacks this.",
+                    G.sum(-1).abs().max() < 1e-12 and _forgot.sum(-1).abs().max() > 0.1,
+                ),
             ),
         ]
     )
@@ -377,26 +386,31 @@ def _(K2, Q2, V2, by_hand):
 
     mo.vstack(
         [
-            claim(
-                "DV-19 E20",
-                f"Check the example with a calculator. $G_V$ = [0.360 0.5 0.360; 0.640 0.5 0.640]: the first weight is "
-                f"{_x['G_V'][0, 0]:.5f}, which rounds to 0.360.",
-                _digits("G_V", 3) == [[0.360, 0.5, 0.360], [0.640, 0.5, 0.640]]
-                and f"{_x['G_V'][0, 0]:.4f} {_x['G_V'][1, 0]:.4f}" == "0.3595 0.6405",
-            ),
-            claim(
-                "DV-20",
-                "$G_P$ = [3 1; 0 1], $G_S$ = [0.4605 -0.4605; -0.25 0.25], $G_Q$ = [0 0.2659 -0.2659; 0 -0.1443 0.1443], "
-                "$G_K$ = [0.2659 -0.1443 0.1216; -0.2659 0.1443 -0.1216].",
-                _digits("G_P", 4) == [[3, 1], [0, 1]]
-                and _digits("G_S", 4) == [[0.4605, -0.4605], [-0.25, 0.25]]
-                and _digits("G_Q", 4) == [[0, 0.2659, -0.2659], [0, -0.1443, 0.1443]]
-                and _digits("G_K", 4) == [[0.2659, -0.1443, 0.1216], [-0.2659, 0.1443, -0.1216]],
-            ),
-            claim(
-                "DV-22",
-                "A check that costs nothing: each gradient has the shape of what it belongs to.",
-                all(_x[f"G_{n}"].shape == t.shape for n, t in (("Q", Q2), ("K", K2), ("V", V2))),
+            details(
+                claim(
+                    "DV-19 E20",
+                    f"Check the example with a calculator. $G_V$ = [0.360 0.5 0.360; 0.640 0.5 0.640]: the first weight is "
+                    f"{_x['G_V'][0, 0]:.5f}, which rounds to 0.360.",
+                    _digits("G_V", 3) == [[0.360, 0.5, 0.360], [0.640, 0.5, 0.640]]
+                    and f"{_x['G_V'][0, 0]:.4f} {_x['G_V'][1, 0]:.4f}" == "0.3595 0.6405",
+                ),
+                claim(
+                    "DV-20",
+                    "$G_P$ = [3 1; 0 1], $G_S$ = [0.4605 -0.4605; -0.25 0.25], $G_Q$ = [0 0.2659 -0.2659; 0 -0.1443 0.1443], "
+                    "$G_K$ = [0.2659 -0.1443 0.1216; -0.2659 0.1443 -0.1216].",
+                    _digits("G_P", 4) == [[3, 1], [0, 1]]
+                    and _digits("G_S", 4) == [[0.4605, -0.4605], [-0.25, 0.25]]
+                    and _digits("G_Q", 4) == [[0, 0.2659, -0.2659], [0, -0.1443, 0.1443]]
+                    and _digits("G_K", 4)
+                    == [[0.2659, -0.1443, 0.1216], [-0.2659, 0.1443, -0.1216]],
+                ),
+                claim(
+                    "DV-22",
+                    "A check that costs nothing: each gradient has the shape of what it belongs to.",
+                    all(
+                        _x[f"G_{n}"].shape == t.shape for n, t in (("Q", Q2), ("K", K2), ("V", V2))
+                    ),
+                ),
             ),
             proof(
                 school=r"""
@@ -497,6 +511,7 @@ def _(errors_by_step, step):
                 "step h",
                 "largest error",
                 title="Error of finite differences against the step",
+                y_range=(1e-11, 1e-2),
                 here=[{"step h": step.value, "largest error": errors_by_step[step.value]}],
                 log_x=True,
                 log_y=True,
@@ -572,63 +587,46 @@ def _():
     mo.vstack(
         [
             claim(
-                "DV-24",
-                f"Formula and forward-mode automatic differentiation agree to {(total - _auto).abs().max():.0e}; so do the two parts of "
-                "`attend_jvp`, and the operator `attention_jacobian`, which never writes the whole table of slopes down.",
-                torch.allclose(total, _auto, atol=1e-12)
-                and torch.allclose(_parts.choosing, _M @ X @ W_V, atol=1e-12)
-                and torch.allclose(_pushed, total, atol=1e-12),
-            ),
-            claim(
-                "E12 DV-30",
-                r"One symbol is enough: $\sigma$ for softmax, $J$ for its derivative. A transpose on $J$ may be written or left out, since $J = "
-                r"\mathrm{diag}(p) - pp^\top$ is symmetric (lesson 7 derives it). Which bounds follow, and that none holds for all "
-                "inputs, is in Kim, Papamakarios and Mnih, *The Lipschitz constant of self-attention*, 2021, Theorem 3.1, and in the next lesson.",
-                torch.allclose(_M, _M_transposed, atol=1e-12)
-                and torch.allclose(
-                    torch.func.jacrev(lambda s: torch.softmax(s, -1))((X @ A @ X.T)[0]),
-                    _J[0],
-                    atol=1e-12,
-                ),
-            ),
-            claim(
-                "DV-26 DV-22",
-                f"The four gradients of $\\langle R, \\mathrm{{Att}}(X)\\rangle$ in closed form match autograd to "
-                f"{max((a - b).abs().max().item() for a, b in zip(back, _grads, strict=True)):.0e}, each in the shape of its variable.",
-                all(
-                    a.shape == b.shape and torch.allclose(a, b, atol=1e-11)
-                    for a, b in zip(back, _grads, strict=True)
-                ),
-            ),
-            claim(
                 "DV-24 DV-26",
                 r"Forward and backward are one table read in two directions: $\langle R, d\mathrm{Att}\cdot\tilde X\rangle$ = "
                 f"{(R * total).sum():.6f} and $\\langle G_X, \\tilde X\\rangle$ = {(back.X * X_dot).sum():.6f}.",
                 torch.isclose((R * total).sum(), (back.X * X_dot).sum(), atol=1e-11)
                 and torch.allclose(_operator.T @ R, back.X, atol=1e-11),
             ),
+            details(
+                claim(
+                    "DV-24",
+                    f"Formula and forward-mode automatic differentiation agree to {(total - _auto).abs().max():.0e}; so do the two parts of "
+                    "`attend_jvp`, and the operator `attention_jacobian`, which never writes the whole table of slopes down.",
+                    torch.allclose(total, _auto, atol=1e-12)
+                    and torch.allclose(_parts.choosing, _M @ X @ W_V, atol=1e-12)
+                    and torch.allclose(_pushed, total, atol=1e-12),
+                ),
+                claim(
+                    "E12 DV-30",
+                    r"One symbol is enough: $\sigma$ for softmax, $J$ for its derivative. A transpose on $J$ may be written or left out, since $J = "
+                    r"\mathrm{diag}(p) - pp^\top$ is symmetric (the lesson *Softmax* derives it). Which bounds follow, and that none holds for all "
+                    "inputs, is in Kim, Papamakarios and Mnih, *The Lipschitz constant of self-attention*, 2021, Theorem 3.1, and in the next lesson.",
+                    torch.allclose(_M, _M_transposed, atol=1e-12)
+                    and torch.allclose(
+                        torch.func.jacrev(lambda s: torch.softmax(s, -1))((X @ A @ X.T)[0]),
+                        _J[0],
+                        atol=1e-12,
+                    ),
+                ),
+                claim(
+                    "DV-26 DV-22",
+                    f"The four gradients of $\\langle R, \\mathrm{{Att}}(X)\\rangle$ in closed form match autograd to "
+                    f"{max((a - b).abs().max().item() for a, b in zip(back, _grads, strict=True)):.0e}, each in the shape of its variable.",
+                    all(
+                        a.shape == b.shape and torch.allclose(a, b, atol=1e-11)
+                        for a, b in zip(back, _grads, strict=True)
+                    ),
+                ),
+            ),
         ]
     )
     return R, W_K, W_Q, W_V, X
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ## What the query and key tables have in common
-
-    Write the scores without the root, $S = X W_Q W_K^\top X^\top$. Both tables meet the same middle piece. With $G$ the gradient of the loss in $S$,
-
-    $$T = X^\top G X,$$
-
-    $$\frac{\partial L}{\partial W_Q} = T\,W_K, \qquad \frac{\partial L}{\partial W_K} = T^\top W_Q .$$
-
-    $\partial L/\partial W_Q$ is another way to write the gradient of $L$ in $W_Q$.
-
-    $T$ has one row and one column per feature of a token. It asks: *which pair of features should attract each other more?* Lesson 17 builds an optimiser
-    on it.
-    """)
-    return
 
 
 @app.cell
@@ -640,24 +638,34 @@ def _(R, W_K, W_Q, W_V, X):
     _G = attend_vjp((X @ W_Q, X @ W_K, X @ W_V), R, scale=1.0).scores
     _T = X.T @ _G @ X
     _shift = X + 5.0 * torch.ones(5, 1, dtype=torch.float64) * draw(1, 4, seed=21)
-    mo.vstack(
-        [
-            claim(
-                "DV-27",
-                f"$T W_K$ and $T^\\top W_Q$ are the gradients of autograd, to "
-                f"{max((_T @ W_K - _leaves[0].grad).abs().max().item(), (_T.T @ W_Q - _leaves[1].grad).abs().max().item()):.0e}.",
-                torch.allclose(_G, _S.grad, atol=1e-12)
-                and torch.allclose(_T @ W_K, _leaves[0].grad, atol=1e-11)
-                and torch.allclose(_T.T @ W_Q, _leaves[1].grad, atol=1e-11),
-            ),
-            claim(
-                "DV-28 DV-27",
-                r"Through softmax $G \mathbf 1 = 0$ ($\mathbf 1$ is a column of ones), so a vector added to every token on the side of the keys drops out: "
-                r"$X^\top G (X + \mathbf 1 c^\top) = X^\top G X$.",
-                _G.sum(-1).abs().max() < 1e-12
-                and torch.allclose(X.T @ _G @ _shift, _T, atol=1e-10),
-            ),
-        ]
+    details(
+        mo.md(r"""
+    Write the scores without the root, $S = X W_Q W_K^\top X^\top$. Both tables meet the same middle piece. With $G$ the gradient of the loss in $S$,
+
+    $$T = X^\top G X,$$
+
+    $$\frac{\partial L}{\partial W_Q} = T\,W_K, \qquad \frac{\partial L}{\partial W_K} = T^\top W_Q .$$
+
+    $\partial L/\partial W_Q$ is another way to write the gradient of $L$ in $W_Q$.
+
+    $T$ has one row and one column per feature of a token. It asks: *which pair of features should attract each other more?* [Score descent](../score_descent/) builds an optimiser
+    on it.
+    """),
+        claim(
+            "DV-27",
+            f"$T W_K$ and $T^\\top W_Q$ are the gradients of autograd, to "
+            f"{max((_T @ W_K - _leaves[0].grad).abs().max().item(), (_T.T @ W_Q - _leaves[1].grad).abs().max().item()):.0e}.",
+            torch.allclose(_G, _S.grad, atol=1e-12)
+            and torch.allclose(_T @ W_K, _leaves[0].grad, atol=1e-11)
+            and torch.allclose(_T.T @ W_Q, _leaves[1].grad, atol=1e-11),
+        ),
+        claim(
+            "DV-28 DV-27",
+            r"Through softmax $G \mathbf 1 = 0$ ($\mathbf 1$ is a column of ones), so a vector added to every token on the side of the keys drops out: "
+            r"$X^\top G (X + \mathbf 1 c^\top) = X^\top G X$.",
+            _G.sum(-1).abs().max() < 1e-12 and torch.allclose(X.T @ _G @ _shift, _T, atol=1e-10),
+        ),
+        title="What the query and key tables have in common",
     )
     return
 
@@ -675,11 +683,6 @@ def _():
     | LayerNorm | $\hat x\,\gamma + b$ | $\big(u - \bar u - \hat x\,\overline{u \hat x}\big)/s$, $u = \gamma g$ |
     | RMSNorm | $\hat x\,\gamma$ | $\big(u - \hat x\,\overline{u \hat x}\big)/r$, $u = \gamma g$ |
     | RoPE | rotate by $\theta$ | rotate by $-\theta$ |
-
-    $\Phi(x)$ is the area below the bell curve to the left of $x$, and $\varphi(x)$ its height there. $\theta$ is an angle that grows with the position. A bar is the mean over a token's entries. $\hat x$ is the token after division by its spread $s$ (LayerNorm, mean
-    removed first) or its size $r$ (RMSNorm), $\gamma$ the learned gain and $b$ the learned bias. Both $s$ and $r$ are roots to whose inside a tiny $\varepsilon$ is added, so that
-    neither is ever 0. Lessons 13 and 14 treat these layers in full; here only their derivatives count. A norm layer ignores how long a token is, so no bill may ask for a longer one: the part along $\hat x$
-    is taken out.
     """)
     return
 
@@ -769,19 +772,29 @@ def _(along, bill_after, bill_before, lengths_kept, neighbour, off, rules_hold):
                 "bill",
                 "side",
                 title=f"The bill of one token before and after {neighbour.value}",
+                y_range=(-2, 2),
             ),
-            claim(
-                "DV-31",
-                "Each rule against autograd, largest difference: "
-                + ", ".join(f"{name} {x:.0e}" for name, x in off.items())
-                + ".",
-                rules_hold,
-            ),
-            claim(
-                "DV-31",
-                "Norm layers pass on nothing along the token itself (at most "
-                f"{max(along.values()):.0e}, and not 0 only because of the $\\varepsilon$ in the root), and a rotation keeps the length of the bill.",
-                max(along.values()) < 1e-3 and lengths_kept,
+            details(
+                mo.md(r"""
+                $\Phi(x)$ is the area below the bell curve to the left of $x$, and $\varphi(x)$ its height there. $\theta$ is an angle that grows with the position. A bar is the mean over a token's entries. $\hat x$ is the token after division by its spread $s$ (LayerNorm, mean
+                removed first) or its size $r$ (RMSNorm), $\gamma$ the learned gain and $b$ the learned bias. Both $s$ and $r$ are roots to whose inside a tiny $\varepsilon$ is added, so that
+                neither is ever 0. [Positions](../positions/) and [norms](../blocks/) treat these layers in full; here only their derivatives count. A norm layer ignores how long a token is, so no bill may ask for a longer one: the part along $\hat x$
+                is taken out.
+                """),
+                claim(
+                    "DV-31",
+                    "Each rule against autograd, largest difference: "
+                    + ", ".join(f"{name} {x:.0e}" for name, x in off.items())
+                    + ".",
+                    rules_hold,
+                ),
+                claim(
+                    "DV-31",
+                    "Norm layers pass on nothing along the token itself (at most "
+                    f"{max(along.values()):.0e}, and not 0 only because of the $\\varepsilon$ in the root), and a rotation keeps the length of the bill.",
+                    max(along.values()) < 1e-3 and lengths_kept,
+                ),
+                title="What the letters mean, and checks",
             ),
         ]
     )
@@ -818,7 +831,7 @@ def _(K2, Q2, V2):
             assert torch.allclose(got[1], right.k), "G_K is not right yet: G_S transposed times Q."
 
     exercise = Exercise(
-        lesson="l11_attention_derivative",
+        lesson="attention_derivative",
         task="Complete `backward(Q, K, V, G_O)`: it returns the gradients `G_Q, G_K, G_V` of attention, without autograd. The step "
         "through softmax is missing.",
         starter="""
@@ -867,11 +880,18 @@ def _(picker):
 
 
 @app.cell
-def _(run_path):
+def _():
+    own_text = text_field("we the people of the united states, in order to form a")
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own_text, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    _ids = own.tokenizer.encode_whole("we the people of the united states, in order to form a")
-    _ids = _ids[: min(24, own.config.context)]
+    _ids = token_ids(own_text.value, own.tokenizer, min(24, own.config.context))
+    own_tokens = [own.tokenizer.decode([each]).strip() for each in _ids]
     calls = []
     with torch.no_grad():
         own.model(
@@ -923,10 +943,85 @@ def _(run_path):
                 )
                 and own_back.scores.sum(-1).abs().max() <= 1e-6 * (1 + own_back.scores.abs().max()),
             ),
+            details(
+                claim(
+                    "DV-24 DV-26",
+                    f"Forward, the nudge changes the loss by {_forward:.6g}; backward, the bills for it add up to {_backward:.6g}.",
+                    torch.isclose(_forward, _backward, rtol=1e-5, atol=1e-8),
+                ),
+            ),
+        ]
+    )
+    return calls, own, own_tokens
+
+
+@app.cell
+def _(calls, own, own_tokens):
+    own_maps = torch.stack(
+        [
+            fenchel.attend(*each[:3], **each.spec, return_weights=True)[1][
+                0, ..., -len(own_tokens) :
+            ]
+            for each in calls
+        ]
+    )  # a sink is the first key
+    own_words = words_and_weights(own_tokens, own_maps, causal=own.config.kind == "decoder")
+    mo.vstack(
+        [
+            mo.md(
+                "Does the token with the largest weight also move the output most? Choose a head and a token that reads."
+            ),
+            own_words,
+        ]
+    )
+    return own_maps, own_words
+
+
+@app.cell
+def _(calls, own_maps, own_tokens, own_words):
+    _layer, _head = divmod(own_words.state["head"], own_maps.shape[1])
+    _query, _call = own_words.state["word"], calls[_layer]
+    _width = _call.v.shape[-1]
+    _g = _call.v.new_zeros(_width, *_call.q.shape[1:3], _width)
+    _g[:, _head, _query] = torch.eye(_width)  # one row of the Jacobian per coordinate of the output
+    _rows = attend_vjp(tuple(x.expand(_width, *x.shape[1:]) for x in _call[:3]), _g, **_call.spec)
+    _by_key, _by_value = (
+        x.sum(1)[:, -len(own_tokens) :].square().sum((0, 2)).sqrt()  # the other groups have slope 0
+        for x in (_rows.k, _rows.v)
+    )
+    _p = own_maps[_layer, _head, _query]
+    _seen = [
+        (f"{i}: {token}", w, k)
+        for i, (token, w, k) in enumerate(
+            zip(
+                own_tokens,
+                _p.tolist(),
+                (_by_key / _by_key.sum().clamp(min=1e-30)).tolist(),
+                strict=True,
+            )
+        )
+    ]
+    mo.vstack(
+        [
+            bar_chart(
+                [
+                    {"token": token, "share": share, "nudge": nudge}
+                    for token, w, k in _seen
+                    for nudge, share in (("its value (the weight)", w), ("its key", k))
+                ],
+                "token",
+                "share",
+                "nudge",
+                title=f"Who moves what “{own_tokens[_query]}” takes from head {_layer + 1}.{_head + 1}",
+                y_range=(0, 1),
+            ),
             claim(
-                "DV-24 DV-26",
-                f"Forward, the nudge changes the loss by {_forward:.6g}; backward, the bills for it add up to {_backward:.6g}.",
-                torch.isclose(_forward, _backward, rtol=1e-5, atol=1e-8),
+                "DV-18 DV-24",
+                f"A nudge to the value of a token moves the output by its weight times the nudge, for “{own_tokens[int(_p.argmax())]}” "
+                f"{_p.max():.3f}. A nudge to a key moves it most for “{own_tokens[int(_by_key.argmax())]}”, by up to {_by_key.max():.3g} times the nudge: "
+                "a key is heard only where there is weight, and value to gain or lose.",
+                torch.allclose(_by_value, _p * _width**0.5, rtol=1e-6, atol=1e-9)
+                and (_by_key[_p == 0] == 0).all(),
             ),
         ]
     )
@@ -945,7 +1040,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l11_attention_derivative")
+    footer("attention_derivative")
     return
 
 

@@ -21,6 +21,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -41,7 +42,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l04_backpropagation")
+    header("backpropagation")
     return
 
 
@@ -130,16 +131,6 @@ def _():
     mo.vstack(
         [
             claim(
-                "BP-01",
-                "Shapes: $(8 \\times 4)(4 \\times 3)$ gives $8 \\times 3$, and each row is its basket times the price list, plus $b$.",
-                (X @ W + b).shape == (8, 3) and torch.allclose(X @ W + b, _rows),
-            ),
-            claim(
-                "BP-02",
-                f"The loss, written as loops over samples, is {_loop:.4f}; with matrices the same.",
-                torch.isclose(mean_squares(W, b), _loop),
-            ),
-            claim(
                 "BP-03 DV-04",
                 "Automatic differentiation (the program applies the rules for slopes to each step of a computation; torch's is called "
                 "*autograd*) gives the two gradients above. A gradient has the shape of its variable: "
@@ -148,18 +139,30 @@ def _():
                 and torch.allclose(auto_b, db)
                 and auto_W.shape == W.shape,
             ),
-            claim(
-                "BP-04",
-                r"800 updates $W - \eta\,\partial L/\partial W$, $b - \eta\,\partial L/\partial b$ with $\eta = 0.1$ lower "
-                f"the loss from {loss_path[0]:.3f} to {loss_path[-1]:.5f}; no price list does better than "
-                f"{mean_squares(_exact[:4], _exact[4]):.5f}.",
-                torch.allclose(torch.cat([_W, _b[None]]), _exact, atol=1e-3),
-            ),
-            claim(
-                "E22",
-                "Mind the average. `torch.nn.functional.mse_loss` divides by samples *and* outputs, here $8 \\cdot 3$. Its gradient is "
-                f"{(of_torch / dW).mean():.4f} times this one.",
-                torch.allclose(of_torch, dW / 3),
+            details(
+                claim(
+                    "BP-01",
+                    "Shapes: $(8 \\times 4)(4 \\times 3)$ gives $8 \\times 3$, and each row is its basket times the price list, plus $b$.",
+                    (X @ W + b).shape == (8, 3) and torch.allclose(X @ W + b, _rows),
+                ),
+                claim(
+                    "BP-02",
+                    f"The loss, written as loops over samples, is {_loop:.4f}; with matrices the same.",
+                    torch.isclose(mean_squares(W, b), _loop),
+                ),
+                claim(
+                    "BP-04",
+                    r"800 updates $W - \eta\,\partial L/\partial W$, $b - \eta\,\partial L/\partial b$ with $\eta = 0.1$ lower "
+                    f"the loss from {loss_path[0]:.3f} to {loss_path[-1]:.5f}; no price list does better than "
+                    f"{mean_squares(_exact[:4], _exact[4]):.5f}.",
+                    torch.allclose(torch.cat([_W, _b[None]]), _exact, atol=1e-3),
+                ),
+                claim(
+                    "E22",
+                    "Mind the average. `torch.nn.functional.mse_loss` divides by samples *and* outputs, here $8 \\cdot 3$. Its gradient is "
+                    f"{(of_torch / dW).mean():.4f} times this one.",
+                    torch.allclose(of_torch, dW / 3),
+                ),
             ),
         ]
     )
@@ -221,18 +224,20 @@ def _():
                 r"For $\sin(x^2)$ the product $\cos(x^2) \cdot 2x$ is the slope at 41 places. (The slope of $\sin$ is $\cos$.)",
                 torch.allclose(_outer_times_inner, _direct),
             ),
-            claim(
-                "DV-11 E76",
-                f"Through a $2 \\times 4$ matrix $Y$, the {_through[:, :, 0, 0].numel()} chains to each entry of a $3 \\times 4$ matrix $X$ "
-                "add up to its gradient. One chain alone does not: the sum is over all entries.",
-                torch.allclose(_summed, _whole)
-                and not torch.allclose(_parts[0, 0] * _through[0, 0], _whole, rtol=0.1),
-            ),
-            claim(
-                "DV-04",
-                f"The gradient of a function of a $3 \\times 4$ matrix is a $3 \\times 4$ matrix: moving its {_poked.numel()} entries one at a "
-                "time measures the same numbers.",
-                _whole.shape == (3, 4) and torch.allclose(_poked, _whole, atol=1e-6),
+            details(
+                claim(
+                    "DV-11 E76",
+                    f"Through a $2 \\times 4$ matrix $Y$, the {_through[:, :, 0, 0].numel()} chains to each entry of a $3 \\times 4$ matrix $X$ "
+                    "add up to its gradient. One chain alone does not: the sum is over all entries.",
+                    torch.allclose(_summed, _whole)
+                    and not torch.allclose(_parts[0, 0] * _through[0, 0], _whole, rtol=0.1),
+                ),
+                claim(
+                    "DV-04",
+                    f"The gradient of a function of a $3 \\times 4$ matrix is a $3 \\times 4$ matrix: moving its {_poked.numel()} entries one at a "
+                    "time measures the same numbers.",
+                    _whole.shape == (3, 4) and torch.allclose(_poked, _whole, atol=1e-6),
+                ),
             ),
         ]
     )
@@ -366,21 +371,25 @@ def _():
                 "function",
                 title="Two activations and their slopes",
             ),
-            claim(
-                "NB-22",
-                r"ReLU is $\max(0, z)$, with slope 0 or 1. The sigmoid is $1/(1 + e^{-z})$, a dimmer between 0 and 1, with slope "
-                r"$\sigma(1 - \sigma)$, at most $\frac14$. The third in the menu, $\tanh$, is a sigmoid stretched to lie between $-1$ and 1, "
-                r"$\tanh z = 2\sigma(2z) - 1$, with slope $1 - \tanh^2 z$.",
-                torch.allclose(ACTIVATIONS["ReLU"][0](_values), _values.clamp(min=0))
-                and torch.allclose(ACTIVATIONS["sigmoid"][0](_values), 1 / (1 + (-_values).exp()))
-                and torch.isclose(ACTIVATIONS["sigmoid"][1](_z).max(), _z.new_tensor(0.25))
-                and torch.allclose(ACTIVATIONS["tanh"][0](_z), 2 * torch.sigmoid(2 * _z) - 1)
-                and all(
-                    torch.allclose(
-                        jacobian(lambda z, name=name: ACTIVATIONS[name][0](z).sum(), _z),
-                        ACTIVATIONS[name][1](_z),
+            details(
+                claim(
+                    "NB-22",
+                    r"ReLU is $\max(0, z)$, with slope 0 or 1. The sigmoid is $1/(1 + e^{-z})$, a dimmer between 0 and 1, with slope "
+                    r"$\sigma(1 - \sigma)$, at most $\frac14$. The third in the menu, $\tanh$, is a sigmoid stretched to lie between $-1$ and 1, "
+                    r"$\tanh z = 2\sigma(2z) - 1$, with slope $1 - \tanh^2 z$.",
+                    torch.allclose(ACTIVATIONS["ReLU"][0](_values), _values.clamp(min=0))
+                    and torch.allclose(
+                        ACTIVATIONS["sigmoid"][0](_values), 1 / (1 + (-_values).exp())
                     )
-                    for name in ACTIVATIONS
+                    and torch.isclose(ACTIVATIONS["sigmoid"][1](_z).max(), _z.new_tensor(0.25))
+                    and torch.allclose(ACTIVATIONS["tanh"][0](_z), 2 * torch.sigmoid(2 * _z) - 1)
+                    and all(
+                        torch.allclose(
+                            jacobian(lambda z, name=name: ACTIVATIONS[name][0](z).sum(), _z),
+                            ACTIVATIONS[name][1](_z),
+                        )
+                        for name in ACTIVATIONS
+                    ),
                 ),
             ),
         ]
@@ -441,11 +450,6 @@ def _():
         [
             mo.md("### Checked against automatic differentiation"),
             claim(
-                "BP-05",
-                f"Forwards, unit by unit in loops: the same $\\hat Y$ ({N} samples, 4 features, 5 hidden units, 3 outputs).",
-                torch.allclose(_Z2, _by_loops),
-            ),
-            claim(
                 "BP-06 BP-07 BP-08 BP-09",
                 "Backwards: for sigmoid, ReLU and tanh, all four gradients agree with autograd, the largest difference being "
                 f"{max((f - g).abs().max().item() for gs, fs, *_ in checked.values() for f, g in zip(fs, gs, strict=True)):.0e}.",
@@ -455,56 +459,34 @@ def _():
                     for f, g in zip(fs, gs, strict=True)
                 ),
             ),
-            claim(
-                "BP-06 E22",
-                r"The factor 2 belongs to the loss $\frac1N \sum \|\cdot\|^2$. Starting from $\hat Y - Y$ alone, autograd is "
-                f"{', '.join(f'{r:.3f}' for r in _ratios)} times as large for $W_1, b_1, W_2, b_2$. The 2 disappears only if the loss "
-                r"is defined with $\frac1{2N}$.",
-                all(torch.allclose(f, 2 * g) for f, g in zip(_found, without_2, strict=True))
-                and all(round(r, 3) == 2.0 for r in _ratios),
-            ),
-            claim(
-                "BP-15",
-                r"What $\delta$ means: how strongly the loss of a sample reacts to a pre-activation, $\delta = N\,\partial L/\partial Z$. "
-                f"Moving one entry of $Z_1$ by a millionth changes $L$ at the rate {_poked:.5f}; $\\delta_1/N$ has {_deltas[0][2, 1] / N:.5f} there.",
-                all(
-                    torch.allclose(d, s, atol=1e-12)
-                    for *_, ds, ss in checked.values()
-                    for d, s in zip(ds, ss, strict=True)
-                )
-                and abs(_poked - _deltas[0][2, 1] / N) < 1e-5,
+            details(
+                claim(
+                    "BP-05",
+                    f"Forwards, unit by unit in loops: the same $\\hat Y$ ({N} samples, 4 features, 5 hidden units, 3 outputs).",
+                    torch.allclose(_Z2, _by_loops),
+                ),
+                claim(
+                    "BP-06 E22",
+                    r"The factor 2 belongs to the loss $\frac1N \sum \|\cdot\|^2$. Starting from $\hat Y - Y$ alone, autograd is "
+                    f"{', '.join(f'{r:.3f}' for r in _ratios)} times as large for $W_1, b_1, W_2, b_2$. The 2 disappears only if the loss "
+                    r"is defined with $\frac1{2N}$.",
+                    all(torch.allclose(f, 2 * g) for f, g in zip(_found, without_2, strict=True))
+                    and all(round(r, 3) == 2.0 for r in _ratios),
+                ),
+                claim(
+                    "BP-15",
+                    r"What $\delta$ means: how strongly the loss of a sample reacts to a pre-activation, $\delta = N\,\partial L/\partial Z$. "
+                    f"Moving one entry of $Z_1$ by a millionth changes $L$ at the rate {_poked:.5f}; $\\delta_1/N$ has {_deltas[0][2, 1] / N:.5f} there.",
+                    all(
+                        torch.allclose(d, s, atol=1e-12)
+                        for *_, ds, ss in checked.values()
+                        for d, s in zip(ds, ss, strict=True)
+                    )
+                    and abs(_poked - _deltas[0][2, 1] / N) < 1e-5,
+                ),
             ),
         ]
     )
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ### One sample, any loss
-
-    Books often write a single sample as a row $x$, with $W_1$ of shape $d_\text{in} \times d_\text{hidden}$ and $W_2$ of shape
-    $d_\text{hidden} \times d_\text{out}$:
-
-    $$\begin{aligned}
-    z_1 &= x W_1 + b_1, & h_1 &= \sigma(z_1), \\
-    z_2 &= h_1 W_2 + b_2, & \hat y &= z_2 .
-    \end{aligned}$$
-
-    Then everything follows from the one row $\partial L/\partial z_2$, whatever the loss:
-
-    $$\begin{aligned}
-    \frac{\partial L}{\partial W_2} &= h_1^\top \frac{\partial L}{\partial z_2}, &
-    \frac{\partial L}{\partial b_2} &= \frac{\partial L}{\partial z_2}, \\[0.4em]
-    \frac{\partial L}{\partial W_1} &= x^\top \frac{\partial L}{\partial b_1}, &
-    \frac{\partial L}{\partial b_1} &= \Big(\frac{\partial L}{\partial z_2} W_2^\top\Big) * \sigma'(z_1).
-    \end{aligned}$$
-
-    Easily mistaken: $\partial L/\partial z_2 = \partial L/\partial \hat y$ holds only because the output is $z_2$ itself. A
-    classifier puts a softmax $p$ (lesson 7) behind $z_2$; with cross-entropy (lesson 5) against the true class $y$ (a row with a single
-    1) the row is $p - y$.
-    """)
     return
 
 
@@ -539,27 +521,48 @@ def _():
     _row, _z2, *_ = _results[2]
     _p = torch.softmax(_z2, -1).detach().requires_grad_()
     (_by_output,) = torch.autograd.grad(-(_y * _p.log()).sum(), _p)
-    mo.vstack(
-        [
-            claim(
-                "BP-11 BP-13 BP-14 E30",
-                "For three losses (squares, a quartic with a product, cross-entropy) the four formulas agree with autograd, biases included.",
-                all(
-                    torch.allclose(f, g, atol=1e-12)
-                    for *_, formulas, found in _results
-                    for f, g in zip(formulas, found, strict=True)
-                ),
+    details(
+        mo.md(r"""
+    Books often write a single sample as a row $x$, with $W_1$ of shape $d_\text{in} \times d_\text{hidden}$ and $W_2$ of shape
+    $d_\text{hidden} \times d_\text{out}$:
+
+    $$\begin{aligned}
+    z_1 &= x W_1 + b_1, & h_1 &= \sigma(z_1), \\
+    z_2 &= h_1 W_2 + b_2, & \hat y &= z_2 .
+    \end{aligned}$$
+
+    Then everything follows from the one row $\partial L/\partial z_2$, whatever the loss:
+
+    $$\begin{aligned}
+    \frac{\partial L}{\partial W_2} &= h_1^\top \frac{\partial L}{\partial z_2}, &
+    \frac{\partial L}{\partial b_2} &= \frac{\partial L}{\partial z_2}, \\[0.4em]
+    \frac{\partial L}{\partial W_1} &= x^\top \frac{\partial L}{\partial b_1}, &
+    \frac{\partial L}{\partial b_1} &= \Big(\frac{\partial L}{\partial z_2} W_2^\top\Big) * \sigma'(z_1).
+    \end{aligned}$$
+
+    Easily mistaken: $\partial L/\partial z_2 = \partial L/\partial \hat y$ holds only because the output is $z_2$ itself. A
+    classifier puts a softmax $p$ ([softmax](../softmax/)) behind $z_2$; with [cross-entropy](../cross_entropy/) against the true class $y$ (a row with a single
+    1) the row is $p - y$.
+    """),
+        claim(
+            "BP-11 BP-13 BP-14 E30",
+            "For three losses (squares, a quartic with a product, cross-entropy) the four formulas agree with autograd, biases included.",
+            all(
+                torch.allclose(f, g, atol=1e-12)
+                for *_, formulas, found in _results
+                for f, g in zip(formulas, found, strict=True)
             ),
-            claim(
-                "BP-12 E30",
-                r"With the identity output and squares, $\partial L/\partial z_2 = 2(\hat y - y)$. With a softmax output, $\hat y = p$, the row is "
-                f"$p - y$ = ({', '.join(f'{v:.3f}' for v in _row[0].tolist())}), while $\\partial L/\\partial \\hat y$ = "
-                f"({', '.join(f'{v + 0.0:.3f}' for v in _by_output[0].tolist())}) is something else.",
-                torch.allclose(_results[0][0], 2 * (_results[0][1] - _y))
-                and torch.allclose(_row, _p - _y)
-                and not torch.allclose(_row, _by_output, atol=0.1),
-            ),
-        ]
+        ),
+        claim(
+            "BP-12 E30",
+            r"With the identity output and squares, $\partial L/\partial z_2 = 2(\hat y - y)$. With a softmax output, $\hat y = p$, the row is "
+            f"$p - y$ = ({', '.join(f'{v:.3f}' for v in _row[0].tolist())}), while $\\partial L/\\partial \\hat y$ = "
+            f"({', '.join(f'{v + 0.0:.3f}' for v in _by_output[0].tolist())}) is something else.",
+            torch.allclose(_results[0][0], 2 * (_results[0][1] - _y))
+            and torch.allclose(_row, _p - _y)
+            and not torch.allclose(_row, _by_output, atol=0.1),
+        ),
+        title="One sample, any loss",
     )
     return
 
@@ -704,9 +707,25 @@ def _(backwards, forwards, network_panel):
 
 @app.cell
 def _():
-    mo.md(r"""
-    ## Five tools for matrices
+    _draw = torch.Generator().manual_seed(7)
+    _A, _X, _B, _M, _G = (
+        torch.randn(*shape, dtype=torch.float64, generator=_draw)
+        for shape in ((2, 3), (3, 4), (4, 5), (4, 3), (2, 5))
+    )
 
+    def _columns(matrix):
+        return matrix.T.reshape(-1)
+
+    _product = _A @ _X @ _B
+    by_columns = (
+        (torch.kron(_B.T.contiguous(), _A) @ _columns(_X) - _columns(_product)).norm().item()
+    )
+    by_rows = (torch.kron(_A, _B.T.contiguous()) @ _X.flatten() - _product.flatten()).norm().item()
+    mixed = (torch.kron(_B.T.contiguous(), _A) @ _X.flatten() - _product.flatten()).norm().item()
+    _through = jacobian(lambda X: (_G * torch.sin(_A @ X @ _B)).sum(), _X)
+    _trace = jacobian(lambda X: torch.trace(_M @ X), _X)
+    details(
+        mo.md(r"""
     Exchange desks: euros become dollars at one desk, dollars become yen at the next. To know what a yen at the end is worth in
     euros at the start, walk back through the desks. A product $Y = A X B$ is two desks, one on each side of $X$, and the way back
     meets them transposed:
@@ -726,55 +745,31 @@ def _():
     \end{aligned}$$
 
     $\|X\|_F^2$ is the sum of the squares of all entries.
-    """)
-    return
-
-
-@app.cell
-def _():
-    _draw = torch.Generator().manual_seed(7)
-    _A, _X, _B, _M, _G = (
-        torch.randn(*shape, dtype=torch.float64, generator=_draw)
-        for shape in ((2, 3), (3, 4), (4, 5), (4, 3), (2, 5))
-    )
-
-    def _columns(matrix):
-        return matrix.T.reshape(-1)
-
-    _product = _A @ _X @ _B
-    by_columns = (
-        (torch.kron(_B.T.contiguous(), _A) @ _columns(_X) - _columns(_product)).norm().item()
-    )
-    by_rows = (torch.kron(_A, _B.T.contiguous()) @ _X.flatten() - _product.flatten()).norm().item()
-    mixed = (torch.kron(_B.T.contiguous(), _A) @ _X.flatten() - _product.flatten()).norm().item()
-    _through = jacobian(lambda X: (_G * torch.sin(_A @ X @ _B)).sum(), _X)
-    _trace = jacobian(lambda X: torch.trace(_M @ X), _X)
-    mo.vstack(
-        [
-            claim(
-                "DV-06",
-                r"For a function of $Y = AXB$, autograd gives $A^\top (\partial f/\partial Y) B^\top$.",
-                torch.allclose(_through, _A.T @ (_G * torch.cos(_product)) @ _B.T),
-            ),
-            claim(
-                "DV-07 DV-08 PD-08",
-                r"$\nabla_X \mathrm{tr}(AX) = A^\top$, and $\nabla_X \|X\|_F^2 = 2X$.",
-                torch.allclose(_trace, _M.T)
-                and torch.allclose(jacobian(lambda X: (X**2).sum(), _X), 2 * _X),
-            ),
-            claim(
-                "DV-09",
-                f"$\\mathrm{{tr}}(AB) = {torch.trace(_M @ _X):.4f}$, and so is the product of the two long vectors, in either order of reading.",
-                torch.isclose(torch.trace(_M @ _X), _columns(_M.T) @ _columns(_X))
-                and torch.isclose(torch.trace(_M @ _X), _M.T.flatten() @ _X.flatten()),
-            ),
-            claim(
-                "DV-10 E75",
-                f"By columns $B^\\top \\otimes A$ is off by {by_columns:.0e}, by rows $A \\otimes B^\\top$ by {by_rows:.0e}. The first formula "
-                f"with torch's `flatten` is off by {mixed:.1f}: it fits in shape and is wrong. Say which order you mean.",
-                by_columns < 1e-12 and by_rows < 1e-12 and mixed > 1,
-            ),
-        ]
+    """),
+        claim(
+            "DV-06",
+            r"For a function of $Y = AXB$, autograd gives $A^\top (\partial f/\partial Y) B^\top$.",
+            torch.allclose(_through, _A.T @ (_G * torch.cos(_product)) @ _B.T),
+        ),
+        claim(
+            "DV-07 DV-08 PD-08",
+            r"$\nabla_X \mathrm{tr}(AX) = A^\top$, and $\nabla_X \|X\|_F^2 = 2X$.",
+            torch.allclose(_trace, _M.T)
+            and torch.allclose(jacobian(lambda X: (X**2).sum(), _X), 2 * _X),
+        ),
+        claim(
+            "DV-09",
+            f"$\\mathrm{{tr}}(AB) = {torch.trace(_M @ _X):.4f}$, and so is the product of the two long vectors, in either order of reading.",
+            torch.isclose(torch.trace(_M @ _X), _columns(_M.T) @ _columns(_X))
+            and torch.isclose(torch.trace(_M @ _X), _M.T.flatten() @ _X.flatten()),
+        ),
+        claim(
+            "DV-10 E75",
+            f"By columns $B^\\top \\otimes A$ is off by {by_columns:.0e}, by rows $A \\otimes B^\\top$ by {by_rows:.0e}. The first formula "
+            f"with torch's `flatten` is off by {mixed:.1f}: it fits in shape and is wrong. Say which order you mean.",
+            by_columns < 1e-12 and by_rows < 1e-12 and mixed > 1,
+        ),
+        title="Five tools for matrices",
     )
     return
 
@@ -844,7 +839,7 @@ def _():
             assert torch.allclose(mine, right), f"{name} differs from autograd. {hint}"
 
     exercise = Exercise(
-        lesson="l04_backpropagation",
+        lesson="backpropagation",
         task="Write the backward pass of a tanh network for the loss `((Y - Yhat) ** 2).sum() / N`. "
         "The starter has the right outline; two factors are missing. In code `@` is the product of matrices, `*` that of entries, "
         "`.T` the transpose and `.sum(0)` the sum over the rows.",
@@ -952,16 +947,18 @@ def _(run_path):
                 "At the *logits*, the scores that enter the last softmax, the error of your model is $(p - y)/N$, as for every softmax with cross-entropy.",
                 torch.allclose(logits.grad[0], p_minus_y / _count, atol=1e-10),
             ),
-            claim(
-                "E23 BP-16",
-                f"The gradients arrived in the order: layer {', '.join(str(n + 1) for n in order)}.",
-                order == sorted(order, reverse=True) and len(order) == len(own.model.blocks),
-            ),
-            claim(
-                "DV-04",
-                "Every weight has its own slope. For the weight with the steepest one, backpropagation says "
-                f"{steepest.item():.6f}; two measurements beside it give {felt:.6f}.",
-                math.isclose(steepest.item(), felt, rel_tol=1e-3),
+            details(
+                claim(
+                    "E23 BP-16",
+                    f"The gradients arrived in the order: layer {', '.join(str(n + 1) for n in order)}.",
+                    order == sorted(order, reverse=True) and len(order) == len(own.model.blocks),
+                ),
+                claim(
+                    "DV-04",
+                    "Every weight has its own slope. For the weight with the steepest one, backpropagation says "
+                    f"{steepest.item():.6f}; two measurements beside it give {felt:.6f}.",
+                    math.isclose(steepest.item(), felt, rel_tol=1e-3),
+                ),
             ),
         ]
     )
@@ -981,7 +978,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l04_backpropagation")
+    footer("backpropagation")
     return
 
 

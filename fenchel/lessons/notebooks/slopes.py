@@ -22,6 +22,7 @@ with app.setup:
         Exercise,
         answer,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -36,7 +37,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l01_slopes")
+    header("slopes")
     return
 
 
@@ -208,46 +209,43 @@ def _():
     chosen = fenchel.sensitivity.difference_jacobian(cube, three[None])
     found = (chosen @ torch.ones(1, dtype=torch.float64)).item()
     shrinks = fenchel.sensitivity.remainder(cube, three[None], torch.ones(1, dtype=torch.float64))
-    mo.vstack(
-        [
-            mo.md(r"""
-            ### How small is small enough?
-
+    details(
+        mo.md(r"""
             On paper, as small as you like. A computer keeps about 16 digits: subtract two almost equal numbers and
             few digits remain. The error of the measured slope first falls with $h$, then rises again.
             Measuring the same distance to both sides, $\frac{f(x+h) - f(x-h)}{2h}$, is better throughout
             the falling part: the bend cancels.
             """),
-            line_chart(
-                [
-                    {"h": h, "error": max(e, 1e-12), "difference": name}
-                    for name, errors in off.items()
-                    for h, e in zip(tiny, errors, strict=True)
-                ],
-                "h",
-                "error",
-                "difference",
-                title="Error of the measured slope of x cubed at 3, which is 27",
-                log_x=True,
-                log_y=True,
-            ),
-            claim(
-                "DV-01",
-                f"With $h = 10^{{-2}}$ the error is {off['forward'][2]:.2g} to one side and {off['centred'][2]:.1g} to both. "
-                f"With $h = 10^{{-15}}$ it is {off['forward'][15]:.2g}: too small a step is worse than $10^{{-8}}$. "
-                f"`fenchel.sensitivity.difference_jacobian` chooses its step and finds {found:.10f}.",
-                off["centred"][2] < 0.01 * off["forward"][2]
-                and off["forward"][15] > 1e3 * off["forward"][8]
-                and abs(found - 27) < 1e-8,
-            ),
-            claim(
-                "DV-01",
-                "A second test of a derivative: replace the curve by its straight line and look at what is left "
-                f"over. It falls like $h^{{{shrinks.slope:.2f}}}$, faster than $h$; a wrong slope would leave "
-                "$h^1$.",
-                abs(shrinks.slope - 2) < 0.05,
-            ),
-        ]
+        line_chart(
+            [
+                {"h": h, "error": max(e, 1e-12), "difference": name}
+                for name, errors in off.items()
+                for h, e in zip(tiny, errors, strict=True)
+            ],
+            "h",
+            "error",
+            "difference",
+            title="Error of the measured slope of x cubed at 3, which is 27",
+            log_x=True,
+            log_y=True,
+        ),
+        claim(
+            "DV-01",
+            f"With $h = 10^{{-2}}$ the error is {off['forward'][2]:.2g} to one side and {off['centred'][2]:.1g} to both. "
+            f"With $h = 10^{{-15}}$ it is {off['forward'][15]:.2g}: too small a step is worse than $10^{{-8}}$. "
+            f"`fenchel.sensitivity.difference_jacobian` chooses its step and finds {found:.10f}.",
+            off["centred"][2] < 0.01 * off["forward"][2]
+            and off["forward"][15] > 1e3 * off["forward"][8]
+            and abs(found - 27) < 1e-8,
+        ),
+        claim(
+            "DV-01",
+            "A second test of a derivative: replace the curve by its straight line and look at what is left "
+            f"over. It falls like $h^{{{shrinks.slope:.2f}}}$, faster than $h$; a wrong slope would leave "
+            "$h^1$.",
+            abs(shrinks.slope - 2) < 0.05,
+        ),
+        title="How small is small enough?",
     )
     return
 
@@ -317,13 +315,15 @@ def _(hillside):
                 torch.allclose(measured_pair, 2 * here, atol=1e-9)
                 and math.isclose(yours, (2 * here @ _way).item(), abs_tol=1e-8),
             ),
-            claim(
-                "DV-03",
-                f"Of 360 directions none is steeper than the length of the gradient, {steepest:.4f}; the slope in the "
-                "direction $(a, b)$ is $2xa + 2yb$ in each of them.",
-                by_direction.max() <= steepest + 1e-8
-                and by_direction.max() >= steepest * math.cos(math.radians(0.5)) - 1e-8
-                and torch.allclose(by_direction, unit @ (2 * here), atol=1e-8),
+            details(
+                claim(
+                    "DV-03",
+                    f"Of 360 directions none is steeper than the length of the gradient, {steepest:.4f}; the slope in the "
+                    "direction $(a, b)$ is $2xa + 2yb$ in each of them.",
+                    by_direction.max() <= steepest + 1e-8
+                    and by_direction.max() >= steepest * math.cos(math.radians(0.5)) - 1e-8
+                    and torch.allclose(by_direction, unit @ (2 * here), atol=1e-8),
+                ),
             ),
         ]
     )
@@ -355,7 +355,7 @@ def walk_on_the_parabola():
         "walk_on_the_parabola",
         {"rate": 0.1, "start": 3.0, "steps": 3},
         low=0.02,
-        high=0.45,
+        high=0.55,
         steps=15,
         frame={"x": [-0.6, 3.4], "y": [-0.5, 10]},
         xTicks=[0, 1, 2, 3],
@@ -395,11 +395,13 @@ def _(downhill):
                     math.isclose(a, b, rel_tol=1e-12) for a, b in zip(path, by_library, strict=True)
                 ),
             ),
-            claim(
-                "OP-05",
-                f"With a constant learning rate the steps shrink by themselves, from {lengths[0]:.3g} to "
-                f"{lengths[-1]:.2g}: the slope goes to 0 at the bottom, and a step is a share of it.",
-                all(b < a for a, b in pairwise(lengths)),
+            details(
+                claim(
+                    "OP-05",
+                    f"With a constant learning rate the steps shrink by themselves, from {lengths[0]:.3g} to "
+                    f"{lengths[-1]:.2g}: the slope goes to 0 at the bottom, and a step is a share of it.",
+                    all(b < a for a, b in pairwise(lengths)),
+                ),
             ),
         ]
     )
@@ -432,12 +434,14 @@ def _(descend):
                 and _agrees([2 * x for x in worked[:3]], [6.0, 4.8, 3.84])
                 and _agrees(worked, [3 * 0.8**k for k in range(12)]),
             ),
-            claim(
-                "OP-02 E15",
-                f"After ten steps $x = {worked[10]:.4f}$ and $x^2 = {worked[10] ** 2:.4f}$. It is easy to count one too "
-                f"many: the start is step 0, and {worked[11]:.4f} with {worked[11] ** 2:.4f} belongs to step 11.",
-                (round(worked[10], 4), round(worked[10] ** 2, 4)) == (0.3221, 0.1038)
-                and (round(worked[11], 4), round(worked[11] ** 2, 4)) == (0.2577, 0.0664),
+            details(
+                claim(
+                    "OP-02 E15",
+                    f"After ten steps $x = {worked[10]:.4f}$ and $x^2 = {worked[10] ** 2:.4f}$. It is easy to count one too "
+                    f"many: the start is step 0, and {worked[11]:.4f} with {worked[11] ** 2:.4f} belongs to step 11.",
+                    (round(worked[10], 4), round(worked[10] ** 2, 4)) == (0.3221, 0.1038)
+                    and (round(worked[11], 4), round(worked[11] ** 2, 4)) == (0.2577, 0.0664),
+                ),
             ),
         ]
     )
@@ -494,7 +498,7 @@ def _():
         assert last(lambda x: x * x, 3.0, 0.1, 0) == 3.0, "No step leaves you where you are."
 
     exercise = Exercise(
-        lesson="l01_slopes",
+        lesson="slopes",
         task="Write `last_place(f, x, rate, steps)`: where descent ends. You get the curve `f` and no formula "
         "for its slope, so measure it. The starter has the right loop and three mistakes.",
         starter="""
@@ -574,7 +578,7 @@ def _(run_path):
         [
             mo.md(
                 f"Your model has {sum(w.numel() for w in weights):,} weights: a landscape in that many "
-                "directions, whose height is the *loss*, here the mean surprise (lesson 5; in nats, the unit of natural "
+                "directions, whose height is the *loss*, here the mean surprise ([cross-entropy](../cross_entropy/); in nats, the unit of natural "
                 f"logarithms) at each next *token*, a word or a piece of one, of *{_text}*. Below, all weights move straight downhill, along the gradient."
             ),
             line_chart(
@@ -587,14 +591,16 @@ def _(run_path):
             claim(
                 "DV-01 DV-03",
                 f"Two measurements beside each other give the slope {felt:.6f}; the length of the gradient, computed "
-                f"by backpropagation (lesson 4), is {length:.6f}.",
+                f"by [backpropagation](../backpropagation/), is {length:.6f}.",
                 math.isclose(felt, length, rel_tol=1e-3),
             ),
-            claim(
-                "OP-01",
-                "A small enough step downhill lowers the loss: "
-                f"from {walk[0][1]:.4f} to {min(v for _, v in walk):.4f} at best.",
-                min(v for _, v in walk) < walk[0][1],
+            details(
+                claim(
+                    "OP-01",
+                    "A small enough step downhill lowers the loss: "
+                    f"from {walk[0][1]:.4f} to {min(v for _, v in walk):.4f} at best.",
+                    min(v for _, v in walk) < walk[0][1],
+                ),
             ),
         ]
     )
@@ -624,7 +630,7 @@ def _(descent_text, gradient_text, limit_text, line_text):
 
 @app.cell
 def _():
-    footer("l01_slopes")
+    footer("slopes")
     return
 
 

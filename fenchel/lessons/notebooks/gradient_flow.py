@@ -22,6 +22,7 @@ with app.setup:
         Exercise,
         answer,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -37,7 +38,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l02_gradient_flow")
+    header("gradient_flow")
     return
 
 
@@ -144,16 +145,18 @@ def _():
                 all(torch.allclose(b, 0.8 * a) for a, b in pairwise(straight))
                 and round(straight[-1][0].item(), 4) == 0.3221,
             ),
-            claim(
-                "BP-17",
-                "The same function, unchanged, tunes a number, a point, a matrix (a table of numbers) and a network (lesson 4): "
-                "the $3 \\times 2$ matrix of a linear fit ends where the sum of squared errors is least, which can be computed "
-                "directly, and the loss of a small network falls "
-                f"from {losses[0]:.2f} to {losses[1]:.3f}.",
-                abs(walk(lambda x: 2 * x, 3.0, 0.1, 60)[-1]) < 1e-4
-                and straight[-1].norm() < straight[0].norm()
-                and torch.allclose(fitted, _best, atol=1e-6)
-                and losses[1] < 0.2 * losses[0],
+            details(
+                claim(
+                    "BP-17",
+                    "The same function, unchanged, tunes a number, a point, a matrix (a table of numbers) and a network ([backpropagation](../backpropagation/)): "
+                    "the $3 \\times 2$ matrix of a linear fit ends where the sum of squared errors is least, which can be computed "
+                    "directly, and the loss of a small network falls "
+                    f"from {losses[0]:.2f} to {losses[1]:.3f}.",
+                    abs(walk(lambda x: 2 * x, 3.0, 0.1, 60)[-1]) < 1e-4
+                    and straight[-1].norm() < straight[0].norm()
+                    and torch.allclose(fitted, _best, atol=1e-6)
+                    and losses[1] < 0.2 * losses[0],
+                ),
             ),
         ]
     )
@@ -237,14 +240,16 @@ def _():
     _ends = {a: walk(lambda x: 2 * x, 3.0, a, 2000 if 0 < a < 1 else 20) for a in _swept}
     mo.vstack(
         [
-            claim(
-                "OP-04",
-                f"Of {len(_swept)} rates from {_swept[0]:g} to {_swept[-1]:g}, exactly those strictly between 0 and 1 "
-                "arrive; 0 stays at 3, 1 alternates between 3 and $-3$, 0.5 needs one step.",
-                all((abs(places[-1]) < 1e-9) == (0 < a < 1) for a, places in _ends.items())
-                and set(_ends[0.0]) == {3.0}
-                and set(_ends[1.0]) == {3.0, -3.0}
-                and _ends[0.5][1] == 0.0,
+            details(
+                claim(
+                    "OP-04",
+                    f"Of {len(_swept)} rates from {_swept[0]:g} to {_swept[-1]:g}, exactly those strictly between 0 and 1 "
+                    "arrive; 0 stays at 3, 1 alternates between 3 and $-3$, 0.5 needs one step.",
+                    all((abs(places[-1]) < 1e-9) == (0 < a < 1) for a, places in _ends.items())
+                    and set(_ends[0.0]) == {3.0}
+                    and set(_ends[1.0]) == {3.0, -3.0}
+                    and _ends[0.5][1] == 0.0,
+                ),
             ),
             mo.md(r"""
             The number 1 is special to $x^2$. What counts is the bend: the slope of $\frac c2 x^2$ is $c\,x$, so it changes by $c$ per
@@ -327,14 +332,16 @@ def _():
                     for r, e, g in zip(_rates, ends, gaps, strict=True)
                 ]
             ),
-            claim(
-                "OP-06 E85",
-                "Ten steps of 0.1 end at 0.3221, eighty of 0.0125 at 0.3958, the flow at 0.4060. The gaps "
-                f"are {', '.join(f'{g:.3f}' for g in gaps)}: half the rate, half the gap. So *descent follows the flow* means: "
-                r"up to an error proportional to $\eta$, written $O(\eta)$ (first order), and not exactly.",
-                [round(x, 4) for x in (ends[0], ends[-1], flow)] == [0.3221, 0.3958, 0.4060]
-                and [round(g, 3) for g in gaps] == [0.084, 0.041, 0.020, 0.010]
-                and all(1.9 < a / b < 2.15 for a, b in pairwise(gaps)),
+            details(
+                claim(
+                    "OP-06 E85",
+                    "Ten steps of 0.1 end at 0.3221, eighty of 0.0125 at 0.3958, the flow at 0.4060. The gaps "
+                    f"are {', '.join(f'{g:.3f}' for g in gaps)}: half the rate, half the gap. So *descent follows the flow* means: "
+                    r"up to an error proportional to $\eta$, written $O(\eta)$ (first order), and not exactly.",
+                    [round(x, 4) for x in (ends[0], ends[-1], flow)] == [0.3221, 0.3958, 0.4060]
+                    and [round(g, 3) for g in gaps] == [0.084, 0.041, 0.020, 0.010]
+                    and all(1.9 < a / b < 2.15 for a, b in pairwise(gaps)),
+                ),
             ),
         ]
     )
@@ -347,7 +354,7 @@ def _():
     ## Momentum
 
     A marble rolls; a slope does not move it at once but pushes it, and it keeps some of its speed. Give descent such a
-    memory, a velocity $v$ that keeps the share $\beta$ (usually 0.9; from lesson 6 on, $\beta$ has another meaning) in each step
+    memory, a velocity $v$ that keeps the share $\beta$ (usually 0.9; in the lessons on choice $\beta$ has another meaning) in each step
     and adds the present slope $g$. There are two customs, and both are called momentum. The arrow $\leftarrow$ reads
     *becomes*:
 
@@ -386,13 +393,6 @@ def _():
     mo.vstack(
         [
             claim(
-                "OP-07",
-                f"The average, written out, agrees with the library for 20 steps; they end at {average[-1]:.4f}.",
-                all(
-                    math.isclose(a, b, rel_tol=1e-9) for a, b in zip(by_hand, average, strict=True)
-                ),
-            ),
-            claim(
                 "OP-07 E67",
                 f"From 3 with $\\eta = 0.1$ the first step ends at {average[1]:.2f} by the average and at {summed[1]:.2f} by "
                 "the sum, a step ten times as long. They are one method: the average with rate $\\eta$ is the sum with rate "
@@ -404,13 +404,23 @@ def _():
                     math.isclose(a, b, rel_tol=1e-9) for a, b in zip(shorter, average, strict=True)
                 ),
             ),
-            claim(
-                "E67",
-                r"torch's `dampening` $= \beta$ is neither of them: it leaves the first gradient undamped, so its first "
-                f"step also ends at {damped[1]:.2f}; its second one matches neither custom.",
-                round(damped[1], 2) == 2.40
-                and abs(damped[2] - summed[2]) > 0.1
-                and abs(damped[2] - average[2]) > 0.1,
+            details(
+                claim(
+                    "OP-07",
+                    f"The average, written out, agrees with the library for 20 steps; they end at {average[-1]:.4f}.",
+                    all(
+                        math.isclose(a, b, rel_tol=1e-9)
+                        for a, b in zip(by_hand, average, strict=True)
+                    ),
+                ),
+                claim(
+                    "E67",
+                    r"torch's `dampening` $= \beta$ is neither of them: it leaves the first gradient undamped, so its first "
+                    f"step also ends at {damped[1]:.2f}; its second one matches neither custom.",
+                    round(damped[1], 2) == 2.40
+                    and abs(damped[2] - summed[2]) > 0.1
+                    and abs(damped[2] - average[2]) > 0.1,
+                ),
             ),
         ]
     )
@@ -533,40 +543,24 @@ def _(bump_slope, curvature, places_of, ravine_slope):
             ),
             claim(
                 "OP-08",
-                "*It speeds up where slopes agree and slows down where they change sign.* A constant slope drives the step to "
-                f"{(steady[-2] - steady[-1]) / 0.01:.2f} times that of plain descent, an alternating one to "
-                rf"{abs(zigzag[-2] - zigzag[-1]) / 0.01:.3f} times: $\frac1{{1-\beta}}$ and $\frac1{{1+\beta}}$.",
-                math.isclose((steady[-2] - steady[-1]) / 0.01, 1 / (1 - 0.9), rel_tol=1e-4)
-                and math.isclose(abs(zigzag[-2] - zigzag[-1]) / 0.01, 1 / (1 + 0.9), rel_tol=1e-4),
-            ),
-            claim(
-                "OP-08",
                 f"*A ravine needs both.* With the settings that guarantee the fastest approach for each, plain descent needs {best_plain} steps to come within "
                 f"0.01 of the bottom, momentum {best_heavy}.",
                 best_heavy < best_plain / 3,
             ),
+            details(
+                claim(
+                    "OP-08",
+                    "*It speeds up where slopes agree and slows down where they change sign.* A constant slope drives the step to "
+                    f"{(steady[-2] - steady[-1]) / 0.01:.2f} times that of plain descent, an alternating one to "
+                    rf"{abs(zigzag[-2] - zigzag[-1]) / 0.01:.3f} times: $\frac1{{1-\beta}}$ and $\frac1{{1+\beta}}$.",
+                    math.isclose((steady[-2] - steady[-1]) / 0.01, 1 / (1 - 0.9), rel_tol=1e-4)
+                    and math.isclose(
+                        abs(zigzag[-2] - zigzag[-1]) / 0.01, 1 / (1 + 0.9), rel_tol=1e-4
+                    ),
+                ),
+            ),
         ]
     )
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ## Momentum and schedules, seen as flows
-
-    Plain descent is a leaf in honey: take the push away and it stops. A marble in water has mass and friction.
-    Newton's law for it, with acceleration $\ddot\theta$ and speed $\dot\theta$ (one dot per derivative in time), is
-
-    $$\ddot\theta + a\,\dot\theta = -\nabla L(\theta), \qquad a = \frac{1 - \beta}{\sqrt{\eta}},$$
-
-    and momentum steps, in the form of the sum, are its film, one picture per $\sqrt\eta$ of time. A *schedule* changes the rate during training.
-    In the flow it changes the clock only: the same slide, played faster or slower,
-
-    $$\dot\theta = -s(t)\,\nabla L(\theta).$$
-
-    $s(t)$ is the rate at time $t$. The new clock shows the sum of all rates so far.
-    """)
     return
 
 
@@ -598,41 +592,52 @@ def _():
     played = {
         name: walk(lambda x: 2 * x, 3.0, of_sum_1(factor), _n) for name, factor in clocks.items()
     }
-    mo.vstack(
-        [
-            line_chart(
-                [
-                    {"step": k, "x": x, "schedule": name}
-                    for name, places in played.items()
-                    for k, x in enumerate(places)
-                    if k % 5 == 0
-                ],
-                "step",
-                "x",
-                "schedule",
-                title="Three schedules whose rates sum to 1",
-            ),
-            claim(
-                "OP-29",
-                f"*Momentum.* The marble is at {marble:.4f} at time 3. With $\\sqrt\\eta = 0.1, 0.05, 0.025, 0.0125$ the steps miss "
-                f"it by {', '.join(f'{g:.3f}' for g in heavy_gaps)}: first order again.",
-                all(1.7 < x / y < 2.3 for x, y in pairwise(heavy_gaps)),
-            ),
-            claim(
-                "OP-29",
-                "*Momentum, tiny rates.* With $\\beta = 0.9$ fixed and $\\eta = 10^{-5}$ the mass no longer counts. Rates that "
-                f"sum to 0.1 end at {hurried:.3f}, where plain descent needs a sum of 1: the flow, ten times as fast.",
-                math.isclose(hurried, 3 * math.exp(-2), rel_tol=0.01),
-            ),
-            claim(
-                "OP-29",
-                "*Schedules.* Three shapes, the same sum of rates, nearly the same end: "
-                f"{', '.join(f'{places[-1]:.4f}' for places in played.values())}; the flow says {3 * math.exp(-2):.4f}.",
-                all(abs(p[-1] - 3 * math.exp(-2)) < 0.01 for p in played.values())
-                and max(p[100] for p in played.values()) - min(p[100] for p in played.values())
-                > 0.1,
-            ),
-        ]
+    details(
+        mo.md(r"""
+    Plain descent is a leaf in honey: take the push away and it stops. A marble in water has mass and friction.
+    Newton's law for it, with acceleration $\ddot\theta$ and speed $\dot\theta$ (one dot per derivative in time), is
+
+    $$\ddot\theta + a\,\dot\theta = -\nabla L(\theta), \qquad a = \frac{1 - \beta}{\sqrt{\eta}},$$
+
+    and momentum steps, in the form of the sum, are its film, one picture per $\sqrt\eta$ of time. A *schedule* changes the rate during training.
+    In the flow it changes the clock only: the same slide, played faster or slower,
+
+    $$\dot\theta = -s(t)\,\nabla L(\theta).$$
+
+    $s(t)$ is the rate at time $t$. The new clock shows the sum of all rates so far.
+    """),
+        line_chart(
+            [
+                {"step": k, "x": x, "schedule": name}
+                for name, places in played.items()
+                for k, x in enumerate(places)
+                if k % 5 == 0
+            ],
+            "step",
+            "x",
+            "schedule",
+            title="Three schedules whose rates sum to 1",
+        ),
+        claim(
+            "OP-29",
+            f"*Momentum.* The marble is at {marble:.4f} at time 3. With $\\sqrt\\eta = 0.1, 0.05, 0.025, 0.0125$ the steps miss "
+            f"it by {', '.join(f'{g:.3f}' for g in heavy_gaps)}: first order again.",
+            all(1.7 < x / y < 2.3 for x, y in pairwise(heavy_gaps)),
+        ),
+        claim(
+            "OP-29",
+            "*Momentum, tiny rates.* With $\\beta = 0.9$ fixed and $\\eta = 10^{-5}$ the mass no longer counts. Rates that "
+            f"sum to 0.1 end at {hurried:.3f}, where plain descent needs a sum of 1: the flow, ten times as fast.",
+            math.isclose(hurried, 3 * math.exp(-2), rel_tol=0.01),
+        ),
+        claim(
+            "OP-29",
+            "*Schedules.* Three shapes, the same sum of rates, nearly the same end: "
+            f"{', '.join(f'{places[-1]:.4f}' for places in played.values())}; the flow says {3 * math.exp(-2):.4f}.",
+            all(abs(p[-1] - 3 * math.exp(-2)) < 0.01 for p in played.values())
+            and max(p[100] for p in played.values()) - min(p[100] for p in played.values()) > 0.1,
+        ),
+        title="Momentum and schedules, seen as flows",
     )
     return
 
@@ -659,12 +664,14 @@ def _():
     restless = spread(constant(), 0)
     calmed = spread(warmup_cosine(0, _n), 1)
     theory = 0.1 / (4 * (1 - 0.1))
-    claim(
-        "OP-29",
-        "*And what the flow does not show.* If slopes carry noise, as in training on random batches, a constant rate never "
-        f"settles: its mean square stays at {restless:.4f} (theory: $\\eta / (4(1 - \\eta)) = {theory:.4f}$ for noise of "
-        f"mean 0 and mean square 1). A cosine schedule to 0 ends at {calmed:.5f}. This is why rates are lowered at the end.",
-        math.isclose(restless, theory, rel_tol=0.1) and calmed < 0.1 * restless,
+    details(
+        claim(
+            "OP-29",
+            "*And what the flow does not show.* If slopes carry noise, as in training on random batches, a constant rate never "
+            f"settles: its mean square stays at {restless:.4f} (theory: $\\eta / (4(1 - \\eta)) = {theory:.4f}$ for noise of "
+            f"mean 0 and mean square 1). A cosine schedule to 0 ends at {calmed:.5f}. This is why rates are lowered at the end.",
+            math.isclose(restless, theory, rel_tol=0.1) and calmed < 0.1 * restless,
+        ),
     )
     return
 
@@ -731,7 +738,7 @@ def _():
         )
 
     exercise = Exercise(
-        lesson="l02_gradient_flow",
+        lesson="gradient_flow",
         task="Write `momentum(slope, x, rate, beta, steps)`: where momentum in its *average* form ends, from "
         "velocity 0. The starter has the other form.",
         starter="""
@@ -836,11 +843,13 @@ def _(run_path):
                 f"{loss - _after:.4g}.",
                 math.isclose(loss - _after, loss - _expected, rel_tol=0.02),
             ),
-            claim(
-                "OP-06",
-                "That short step lowers the loss. Near the flow, downhill is downhill; of the rates in the chart, "
-                f"{sum(v < loss for _, v in tried)} of {len(tried)} do.",
-                _after < loss,
+            details(
+                claim(
+                    "OP-06",
+                    "That short step lowers the loss. Near the flow, downhill is downhill; of the rates in the chart, "
+                    f"{sum(v < loss for _, v in tried)} of {len(tried)} do.",
+                    _after < loss,
+                ),
             ),
         ]
     )
@@ -860,7 +869,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l02_gradient_flow")
+    footer("gradient_flow")
     return
 
 

@@ -23,6 +23,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         heat_chart,
@@ -38,7 +39,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l09_sparse_choice")
+    header("sparse_choice")
     return
 
 
@@ -136,7 +137,7 @@ def _(entmax, islands, names, z):
         [
             claim(
                 "SM-26",
-                f"The weights are {', '.join(f'{w:.3f}' for w in _p.tolist())}. One sea level explains them all, and the four conditions of optimality (lesson 6) hold: the weights maximise average score minus "
+                f"The weights are {', '.join(f'{w:.3f}' for w in _p.tolist())}. One sea level explains them all, and the four conditions of optimality ([Lagrange](../lagrange/)) hold: the weights maximise average score minus "
                 r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is minus the *entropy of Tsallis*, "
                 r"for $\alpha \to 1$ the usual $\sum_i p_i \log p_i$.",
                 torch.allclose(level, level[0].expand_as(level), atol=1e-8)
@@ -203,27 +204,29 @@ def _(z):
     }
     mo.vstack(
         [
-            claim(
-                "SM-26",
-                f"Scores 1, 0.8, -3 give {', '.join(f'{w:.1f}' for w in worked.tolist())}, sea level 0.4. Sparsemax is entmax at $\\alpha = 2$, and the "
-                "distribution nearest to the scores in ordinary distance: none of 5,000 random ones is nearer. At $\\alpha = 1.0001$ entmax differs from "
-                f"softmax by {_near_soft:.0e}.",
-                torch.allclose(worked, torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64))
-                and torch.allclose(fenchel.Entmax(2.0).weights(z), nearest)
-                and ((_rivals - z).norm(dim=-1) >= (nearest - z).norm()).all()
-                and _near_soft < 1e-3,
-            ),
-            claim(
-                "SM-33",
-                "Seen as constraints $p_i \\ge 0$: under softmax none pushes. Under sparsemax each alternative below the sea is held at 0 by a push as "
-                f"large as its depth: {', '.join(f'{m:.2f}' for m in prices['sparsemax'].tolist())}.",
-                (prices["softmax"].abs() < 1e-9).all()
-                and torch.allclose(
-                    prices["sparsemax"],
-                    ((z[0] - nearest[0]) - z).clamp(min=0.0),
-                    atol=1e-9,
-                )
-                and torch.equal(prices["sparsemax"] > 1e-9, nearest == 0),
+            details(
+                claim(
+                    "SM-26",
+                    f"Scores 1, 0.8, -3 give {', '.join(f'{w:.1f}' for w in worked.tolist())}, sea level 0.4. Sparsemax is entmax at $\\alpha = 2$, and the "
+                    "distribution nearest to the scores in ordinary distance: none of 5,000 random ones is nearer. At $\\alpha = 1.0001$ entmax differs from "
+                    f"softmax by {_near_soft:.0e}.",
+                    torch.allclose(worked, torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64))
+                    and torch.allclose(fenchel.Entmax(2.0).weights(z), nearest)
+                    and ((_rivals - z).norm(dim=-1) >= (nearest - z).norm()).all()
+                    and _near_soft < 1e-3,
+                ),
+                claim(
+                    "SM-33",
+                    "Seen as constraints $p_i \\ge 0$: under softmax none pushes. Under sparsemax each alternative below the sea is held at 0 by a push as "
+                    f"large as its depth: {', '.join(f'{m:.2f}' for m in prices['sparsemax'].tolist())}.",
+                    (prices["softmax"].abs() < 1e-9).all()
+                    and torch.allclose(
+                        prices["sparsemax"],
+                        ((z[0] - nearest[0]) - z).clamp(min=0.0),
+                        atol=1e-9,
+                    )
+                    and torch.equal(prices["sparsemax"] > 1e-9, nearest == 0),
+                ),
             ),
         ]
     )
@@ -343,13 +346,15 @@ def _(z):
                 and torch.equal(fenchel.Sparsemax(1 / 0.3).weights(z), winner)
                 and torch.equal(fenchel.Entmax(1.5, 1 / 0.1).weights(z), winner),
             ),
-            claim(
-                "SM-09",
-                f"At 1,000 random points the gradient through the hard choice is {dead.abs().max().item():g}; through softmax it is never 0, on average "
-                f"{alive.norm(dim=-1).mean().item():.2f}. At a tie the hard weight jumps from {jump[1].item():.0f} to {jump[0].item():.0f}.",
-                (dead == 0).all()
-                and (alive.norm(dim=-1) > 0).all()
-                and jump.tolist() == [1.0, 0.0],
+            details(
+                claim(
+                    "SM-09",
+                    f"At 1,000 random points the gradient through the hard choice is {dead.abs().max().item():g}; through softmax it is never 0, on average "
+                    f"{alive.norm(dim=-1).mean().item():.2f}. At a tie the hard weight jumps from {jump[1].item():.0f} to {jump[0].item():.0f}.",
+                    (dead == 0).all()
+                    and (alive.norm(dim=-1) > 0).all()
+                    and jump.tolist() == [1.0, 0.0],
+                ),
             ),
         ]
     )
@@ -480,24 +485,6 @@ def _(z):
 
 @app.cell
 def _():
-    mo.md(r"""
-    ## Losses with a margin
-
-    A teacher marks an exam. One grades by certainty: 99 % sure is better than 95 %, and there is always something left to improve. Another
-    gives full marks as soon as the right answer leads by a clear margin, and stops correcting. Each choice map comes with its own loss, that of *Fenchel and Young*. With
-    $V(z)$ the best value (average score minus cost) and $y$ the right answer,
-
-    $$L(z, y) = V(z) + \Omega(y)/\beta - \langle y, z\rangle \ge 0,$$
-
-    and its gradient is $p(z) - y$.
-
-    For softmax $L$ is the cross-entropy, the first teacher. For entmax it is exactly 0 once $z_y$ leads all others by the *margin* $\frac{1}{\beta(\alpha - 1)}$.
-    """)
-    return
-
-
-@app.cell
-def _():
     _leads = torch.linspace(-2.0, 4.0, 61, dtype=torch.float64)
     _pairs = torch.stack([_leads, torch.zeros_like(_leads)], -1)
     _first = torch.zeros(61, dtype=torch.long)
@@ -524,44 +511,40 @@ def _():
     }
     short = {1.5: at_lead(fenchel.Entmax(1.5), 1.98), 2.0: at_lead(fenchel.Sparsemax(), 0.98)}
     never = at_lead(fenchel.Softmax(), 20.0)
-    mo.vstack(
-        [
-            line_chart(
-                [
-                    {"lead of the right answer": x, "loss": v, "map": name}
-                    for name, each in _maps.items()
-                    for x, v in zip(
-                        _leads.tolist(), each.loss(_pairs, _first).tolist(), strict=True
-                    )
-                ],
-                "lead of the right answer",
-                "loss",
-                "map",
-                title="Loss against the lead",
-            ),
-            claim(
-                "SM-26",
-                "200 questions with 20 answers: at a lead of 2 the loss of entmax 1.5 is exactly 0, and so is its gradient; for sparsemax from a lead of 1. "
-                "A little below it is positive. The cross-entropy at a lead of 20 is still "
-                f"{never[0].min().item():.0e}, never 0.",
-                all((v == 0).all() and (g == 0).all() for v, g in enough.values())
-                and all((v > 0).all() for v, _ in short.values())
-                and (never[0] > 0).all(),
-            ),
-        ]
+    details(
+        mo.md(r"""
+    A teacher marks an exam. One grades by certainty: 99 % sure is better than 95 %, and there is always something left to improve. Another
+    gives full marks as soon as the right answer leads by a clear margin, and stops correcting. Each choice map comes with its own loss, that of *Fenchel and Young*. With
+    $V(z)$ the best value (average score minus cost) and $y$ the right answer,
+
+    $$L(z, y) = V(z) + \Omega(y)/\beta - \langle y, z\rangle \ge 0,$$
+
+    and its gradient is $p(z) - y$.
+
+    For softmax $L$ is the cross-entropy, the first teacher. For entmax it is exactly 0 once $z_y$ leads all others by the *margin* $\frac{1}{\beta(\alpha - 1)}$.
+    """),
+        line_chart(
+            [
+                {"lead of the right answer": x, "loss": v, "map": name}
+                for name, each in _maps.items()
+                for x, v in zip(_leads.tolist(), each.loss(_pairs, _first).tolist(), strict=True)
+            ],
+            "lead of the right answer",
+            "loss",
+            "map",
+            title="Loss against the lead",
+        ),
+        claim(
+            "SM-26",
+            "200 questions with 20 answers: at a lead of 2 the loss of entmax 1.5 is exactly 0, and so is its gradient; for sparsemax from a lead of 1. "
+            "A little below it is positive. The cross-entropy at a lead of 20 is still "
+            f"{never[0].min().item():.0e}, never 0.",
+            all((v == 0).all() and (g == 0).all() for v, g in enough.values())
+            and all((v > 0).all() for v, _ in short.values())
+            and (never[0] > 0).all(),
+        ),
+        title="Losses with a margin",
     )
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    ## Learning how sparse to be
-
-    $\alpha$ may be a parameter like any other. The weights depend on it smoothly while the support stays the same, so it has a gradient:
-    a change of $\alpha$ acts on the weights exactly as a certain change of the scores would. Below, the weights of 64 lists of 8 scores were made with
-    $\alpha = 1.7$. Gradient descent is given only scores and weights and starts at 1.2.
-    """)
     return
 
 
@@ -583,22 +566,26 @@ def _():
     _at = torch.tensor(1.4, dtype=torch.float64)
     _slope_there = torch.func.grad(mismatch)(_at).item()
     _difference = (mismatch(_at + 1e-6) - mismatch(_at - 1e-6)).item() / 2e-6
-    mo.vstack(
-        [
-            line_chart(
-                [{"step": i, "alpha": a} for i, a in enumerate(alphas)],
-                "step",
-                "alpha",
-                title="Alpha during the descent",
-            ),
-            claim(
-                "SM-26",
-                f"After 40 steps $\\alpha = {alphas[-1]:.3f}$. Its derivative at 1.4, {_slope_there:.5f}, is that of a measured difference.",
-                abs(alphas[-1] - 1.7) < 0.01
-                and abs(_slope_there - _difference) < 1e-6
-                and abs(_slope_there) > 1e-4,
-            ),
-        ]
+    details(
+        mo.md(r"""
+    $\alpha$ may be a parameter like any other. The weights depend on it smoothly while the support stays the same, so it has a gradient:
+    a change of $\alpha$ acts on the weights exactly as a certain change of the scores would. Below, the weights of 64 lists of 8 scores were made with
+    $\alpha = 1.7$. Gradient descent is given only scores and weights and starts at 1.2.
+    """),
+        line_chart(
+            [{"step": i, "alpha": a} for i, a in enumerate(alphas)],
+            "step",
+            "alpha",
+            title="Alpha during the descent",
+        ),
+        claim(
+            "SM-26",
+            f"After 40 steps $\\alpha = {alphas[-1]:.3f}$. Its derivative at 1.4, {_slope_there:.5f}, is that of a measured difference.",
+            abs(alphas[-1] - 1.7) < 0.01
+            and abs(_slope_there - _difference) < 1e-6
+            and abs(_slope_there) > 1e-4,
+        ),
+        title="Learning how sparse to be",
     )
     return
 
@@ -667,15 +654,17 @@ def _():
                 and mean_support["entmax 1.5"][-1] < 200
                 and (_band > 0).sum(-1).max() == 4,
             ),
-            claim(
-                "PD-16",
-                "`linear_attend` is the third way: it returns the mean under these product weights without forming them. None of them is 0.",
-                torch.allclose(
-                    linear_attend(_q, _k[:, :, :64], _k[:, :, :64]),
-                    _kernel @ _k[:, :, :64],
-                    atol=1e-9,
-                )
-                and (_kernel > 0).all(),
+            details(
+                claim(
+                    "PD-16",
+                    "`linear_attend` is the third way: it returns the mean under these product weights without forming them. None of them is 0.",
+                    torch.allclose(
+                        linear_attend(_q, _k[:, :, :64], _k[:, :, :64]),
+                        _kernel @ _k[:, :, :64],
+                        atol=1e-9,
+                    )
+                    and (_kernel > 0).all(),
+                ),
             ),
         ]
     )
@@ -702,7 +691,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l09_sparse_choice",
+        lesson="sparse_choice",
         task="Write `sparsemax(z)`. With the sea at $\\tau$ the land above it is $\\sum_i \\max(z_i - \\tau, 0)$, which falls as $\\tau$ rises. Find "
         "the $\\tau$ where it is 1, between the highest score minus 1 and the highest score: try the middle, and keep the half that "
         "still holds it.",
@@ -816,7 +805,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l09_sparse_choice")
+    footer("sparse_choice")
     return
 
 

@@ -24,6 +24,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         line_chart,
@@ -42,7 +43,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l20_scaling")
+    header("scaling")
     return
 
 
@@ -375,15 +376,17 @@ def _(N_list, by_size, marks, power):
                     for C, (g, N) in zip(budgets, winners, strict=True)
                 ]
             ),
-            claim(
-                "PD-12",
-                "Read it from below: for each budget another curve is the lowest one. With more computing the best size "
-                f"grows from {winners[0][1]:,} to {winners[-1][1]:,} parameters, and its text grows too. Along the best "
-                f"points the gap falls like $C^{{{C_power:.2f}}}$.",
-                all(a[1] <= b[1] and a[0] > b[0] for a, b in pairwise(winners))
-                and winners[0][1] < winners[-1][1]
-                and budgets[0] / winners[0][1] < budgets[-1] / winners[-1][1]
-                and C_power < 0,
+            details(
+                claim(
+                    "PD-12",
+                    "Read it from below: for each budget another curve is the lowest one. With more computing the best size "
+                    f"grows from {winners[0][1]:,} to {winners[-1][1]:,} parameters, and its text grows too. Along the best "
+                    f"points the gap falls like $C^{{{C_power:.2f}}}$.",
+                    all(a[1] <= b[1] and a[0] > b[0] for a, b in pairwise(winners))
+                    and winners[0][1] < winners[-1][1]
+                    and budgets[0] / winners[0][1] < budgets[-1] / winners[-1][1]
+                    and C_power < 0,
+                ),
             ),
         ]
     )
@@ -500,11 +503,13 @@ def _(P, base, fit, gap, parameters, predictions, source, text, unseen):
                 and _rows[2]["gap, dialect"] < _rows[1]["gap, dialect"]
                 and _rows[2]["gap, old source"] > _rows[1]["gap, old source"],
             ),
-            claim(
-                "PD-13",
-                f"Added into $W$, the adapter is gone and the predictions are the same (to {_merged:.0e}): the model is as "
-                "small and as fast as before.",
-                _merged < 1e-5 and not any("lora" in n for n, _ in _adapted.named_parameters()),
+            details(
+                claim(
+                    "PD-13",
+                    f"Added into $W$, the adapter is gone and the predictions are the same (to {_merged:.0e}): the model is as "
+                    "small and as fast as before.",
+                    _merged < 1e-5 and not any("lora" in n for n, _ in _adapted.named_parameters()),
+                ),
             ),
         ]
     )
@@ -565,12 +570,14 @@ def _(base, dialect, dialect_text, dialect_unseen, gap, predictions):
     )
     mo.vstack(
         [
-            claim(
-                "PD-14 GE-12",
-                f"Among {len(keys):,} stored places the search is exact: one matrix product finds what comparing one by "
-                f"one finds. With half of the weight on the memory the gap falls from {mixed[0.0]:.2f} to {mixed[0.5]:.2f} nats, "
-                "and not one number of the model has changed.",
-                _exact and mixed[0.5] < 0.6 * mixed[0.0] and mixed[0.25] < mixed[0.0],
+            details(
+                claim(
+                    "PD-14 GE-12",
+                    f"Among {len(keys):,} stored places the search is exact: one matrix product finds what comparing one by "
+                    f"one finds. With half of the weight on the memory the gap falls from {mixed[0.0]:.2f} to {mixed[0.5]:.2f} nats, "
+                    "and not one number of the model has changed.",
+                    _exact and mixed[0.5] < 0.6 * mixed[0.0] and mixed[0.25] < mixed[0.0],
+                ),
             ),
         ]
     )
@@ -718,28 +725,30 @@ def _():
         [
             claim(
                 "PD-15",
-                "The layer equals the sum written out with all six experts and zero weight on four of them; it computes only "
-                "the two that count.",
-                torch.allclose(_layer(_x), _by_hand, atol=1e-12),
-            ),
-            claim(
-                "PD-15",
                 f"From 4 to 16 experts the parameters grow {_size[16] / _size[4]:g}-fold and the operations per token by "
                 f"{100 * (_cost[16] / _cost[4] - 1):.1f} %, the scores of the router.",
                 _size[16] == 4 * _size[4] and 1 < _cost[16] / _cost[4] < 1.05,
             ),
-            claim(
-                "PD-15",
-                "A few experts tend to take all tokens. The *balance* $X \\sum_e f_e P_e$ ($f_e$ the fraction of choices that fell on "
-                f"$e$, $P_e$ its mean weight) is added to the loss: {_even:.2f} for even use, {_crowded:.2f} here, where all tokens choose "
-                "one of four. Its slope lowers the score of the crowded expert and raises the others. It is no distance: "
-                f"where choices and weights favour different experts it can be below 1, such as {_odd:.2f}.",
-                math.isclose(_even.item(), 1.0)
-                and math.isclose(_crowded.item(), 4 * _weights[0, 0].item())
-                and (_slope[:, 0] > 0).all()
-                and (_slope[:, 1:] < 0).all()
-                and _odd < 1
-                and _below < 1,
+            details(
+                claim(
+                    "PD-15",
+                    "The layer equals the sum written out with all six experts and zero weight on four of them; it computes only "
+                    "the two that count.",
+                    torch.allclose(_layer(_x), _by_hand, atol=1e-12),
+                ),
+                claim(
+                    "PD-15",
+                    "A few experts tend to take all tokens. The *balance* $X \\sum_e f_e P_e$ ($f_e$ the fraction of choices that fell on "
+                    f"$e$, $P_e$ its mean weight) is added to the loss: {_even:.2f} for even use, {_crowded:.2f} here, where all tokens choose "
+                    "one of four. Its slope lowers the score of the crowded expert and raises the others. It is no distance: "
+                    f"where choices and weights favour different experts it can be below 1, such as {_odd:.2f}.",
+                    math.isclose(_even.item(), 1.0)
+                    and math.isclose(_crowded.item(), 4 * _weights[0, 0].item())
+                    and (_slope[:, 0] > 0).all()
+                    and (_slope[:, 1:] < 0).all()
+                    and _odd < 1
+                    and _below < 1,
+                ),
             ),
         ]
     )
@@ -788,12 +797,14 @@ def _():
                 "change of the last logits",
                 title="Change one token: does the end notice?",
             ),
-            claim(
-                "PD-16",
-                f"{_layers} layers with windows of {_window} keys see {max(_seen)} tokens back, {_layers} times "
-                f"{_window - 1}, and not one further. Full attention sees everything in one layer and pays for all pairs; "
-                "linear attention (last lesson) carries a state of fixed size instead.",
-                max(_seen) == _layers * (_window - 1) and len(_seen) == max(_seen) + 1,
+            details(
+                claim(
+                    "PD-16",
+                    f"{_layers} layers with windows of {_window} keys see {max(_seen)} tokens back, {_layers} times "
+                    f"{_window - 1}, and not one further. Full attention sees everything in one layer and pays for all pairs; "
+                    "linear attention ([efficient attention](../efficient_attention/)) carries a state of fixed size instead.",
+                    max(_seen) == _layers * (_window - 1) and len(_seen) == max(_seen) + 1,
+                ),
             ),
         ]
     )
@@ -819,7 +830,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l20_scaling",
+        lesson="scaling",
         task="Write `exponent(sizes, losses, entropy)`: the $a$ with loss $=$ entropy $+\\ c \\cdot$ size$^{-a}$, by the slope of a "
         "straight line. `statistics.linear_regression(x, y).slope` or sums by hand.",
         starter="""
@@ -955,7 +966,7 @@ def _(P, endless, fit, small_model, unseen):
 
 @app.cell
 def _():
-    footer("l20_scaling")
+    footer("scaling")
     return
 
 

@@ -19,6 +19,7 @@ with app.setup:
 
     import fenchel
     from fenchel.attention import Global, Strided, linear_attend, linear_step, random_features
+    from fenchel.evaluate import attention_maps
     from fenchel.generation import KVCache
     from fenchel.generation.kv_cache import quantise_int8
     from fenchel.lessons.widgets import (
@@ -26,6 +27,7 @@ with app.setup:
         answer,
         bar_chart,
         claim,
+        details,
         footer,
         header,
         heat_chart,
@@ -35,6 +37,8 @@ with app.setup:
         question,
         run_picker,
         table,
+        text_field,
+        token_ids,
         what_breaks,
     )
     from fenchel.model import attention_entries, forward_flops
@@ -42,7 +46,7 @@ with app.setup:
 
 @app.cell
 def _():
-    header("l19_efficient_attention")
+    header("efficient_attention")
     return
 
 
@@ -172,15 +176,19 @@ def _():
         _, _weights = fenchel.attend(_q, _k, _v, backend="reference", return_weights=True)
     counted = _counter.get_total_flops()
     entries = _weights.numel()
-    claim(
-        "EF-01 E57",
-        f"Counted while it runs: 4 heads of width 8 over 96 tokens take {counted:,} operations, "
-        f"$4n^2d$ with $d = 32$, half for $QK^\\top$ and half for $PV$. The weights are {entries:,} "
-        "numbers: $Hn^2$, the number of heads $H$ included. Time is $O(n^2d)$, memory $O(Hn^2 + nd)$; $O$ is read *of the order of*: up to a fixed factor.",
-        counted == 4 * 96**2 * 32
-        and entries == 4 * 96**2
-        and entries
-        == attention_entries(fenchel.ModelConfig(vocabulary=9, width=32, heads=4, layers=1), T=96),
+    details(
+        claim(
+            "EF-01 E57",
+            f"Counted while it runs: 4 heads of width 8 over 96 tokens take {counted:,} operations, "
+            f"$4n^2d$ with $d = 32$, half for $QK^\\top$ and half for $PV$. The weights are {entries:,} "
+            "numbers: $Hn^2$, the number of heads $H$ included. Time is $O(n^2d)$, memory $O(Hn^2 + nd)$; $O$ is read *of the order of*: up to a fixed factor.",
+            counted == 4 * 96**2 * 32
+            and entries == 4 * 96**2
+            and entries
+            == attention_entries(
+                fenchel.ModelConfig(vocabulary=9, width=32, heads=4, layers=1), T=96
+            ),
+        ),
     )
     return
 
@@ -275,14 +283,16 @@ def _(block, tiled):
                 r"$n \times n$ matrix was ever stored.",
                 error < 2e-15,
             ),
-            claim(
-                "EF-08",
-                f"It moved {moved:,} numbers: $2nd + n + 2n^2d / r$ with $r = {block.value}$ rows. "
-                f"Storing the square moves $4nd + 4n^2 = {stored:,}$ (read $Q, K, V$; write and "
-                r"read the scores; write and read the weights; write the output). Blocks win if $r$ is above about "
-                "$d/2$; larger blocks move less.",
-                moved == traffic[block.value]
-                and (moved < stored) == (block.value > n * d / (d + 2 * n)),
+            details(
+                claim(
+                    "EF-08",
+                    f"It moved {moved:,} numbers: $2nd + n + 2n^2d / r$ with $r = {block.value}$ rows. "
+                    f"Storing the square moves $4nd + 4n^2 = {stored:,}$ (read $Q, K, V$; write and "
+                    r"read the scores; write and read the weights; write the output). Blocks win if $r$ is above about "
+                    "$d/2$; larger blocks move less.",
+                    moved == traffic[block.value]
+                    and (moved < stored) == (block.value > n * d / (d + 2 * n)),
+                ),
             ),
         ]
     )
@@ -347,13 +357,15 @@ def _(K, Q, V, d, n, tiled):
             _dQ[_rows] += _dS @ K[_cols] / math.sqrt(d)
             _dK[_cols] += _dS.T @ Q[_rows] / math.sqrt(d)
     _gap = max((a - b).abs().max().item() for a, b in zip(_wanted, (_dQ, _dK, _dV), strict=True))
-    claim(
-        "EF-06",
-        "Training needs derivatives, and they need the weights again. They are recomputed block by "
-        "block from one saved number per row, $L = m + \\log l$, as $e^{S - L}$: the gradients "
-        f"differ from those of plain attention by {_gap:.1e}. The price is a second computation of the "
-        "scores, in the backward pass.",
-        _gap < 1e-13,
+    details(
+        claim(
+            "EF-06",
+            "Training needs derivatives, and they need the weights again. They are recomputed block by "
+            "block from one saved number per row, $L = m + \\log l$, as $e^{S - L}$: the gradients "
+            f"differ from those of plain attention by {_gap:.1e}. The price is a second computation of the "
+            "scores, in the backward pass.",
+            _gap < 1e-13,
+        ),
     )
     return
 
@@ -434,28 +446,30 @@ def _(milliseconds, saved_numbers, slope):
                 log_y=True,
                 points=True,
             ),
-            claim(
-                "EF-02 EF-07 E56",
-                "What is stored grows like "
-                f"$n^{{{fits['square stored', 'numbers stored']:.2f}}}$ with the square and like "
-                f"$n^{{{fits['in blocks', 'numbers stored']:.2f}}}$ in blocks: $n$ numbers for the rows "
-                "and $nd$ for the output, nothing else. Operations grow like "
-                f"$n^{{{fits['in blocks', 'operations']:.2f}}}$ in both. (Time on this computer, just now: "
-                f"$n^{{{_times[0]:.1f}}}$ and $n^{{{_times[1]:.1f}}}$; not checked, since it depends on what "
-                "else the computer does.)",
-                all(
-                    row["numbers stored"]
-                    == (
-                        row["length n"] ** 2
-                        if row["version"] == "square stored"
-                        else 65 * row["length n"]
+            details(
+                claim(
+                    "EF-02 EF-07 E56",
+                    "What is stored grows like "
+                    f"$n^{{{fits['square stored', 'numbers stored']:.2f}}}$ with the square and like "
+                    f"$n^{{{fits['in blocks', 'numbers stored']:.2f}}}$ in blocks: $n$ numbers for the rows "
+                    "and $nd$ for the output, nothing else. Operations grow like "
+                    f"$n^{{{fits['in blocks', 'operations']:.2f}}}$ in both. (Time on this computer, just now: "
+                    f"$n^{{{_times[0]:.1f}}}$ and $n^{{{_times[1]:.1f}}}$; not checked, since it depends on what "
+                    "else the computer does.)",
+                    all(
+                        row["numbers stored"]
+                        == (
+                            row["length n"] ** 2
+                            if row["version"] == "square stored"
+                            else 65 * row["length n"]
+                        )
+                        for row in measured
                     )
-                    for row in measured
-                )
-                and abs(fits["square stored", "numbers stored"] - 2) < 1e-9
-                and abs(fits["in blocks", "numbers stored"] - 1) < 1e-9
-                and abs(fits["in blocks", "operations"] - 2) < 1e-9
-                and abs(fits["square stored", "operations"] - 2) < 1e-9,
+                    and abs(fits["square stored", "numbers stored"] - 2) < 1e-9
+                    and abs(fits["in blocks", "numbers stored"] - 1) < 1e-9
+                    and abs(fits["in blocks", "operations"] - 2) < 1e-9
+                    and abs(fits["square stored", "operations"] - 2) < 1e-9,
+                ),
             ),
         ]
     )
@@ -563,12 +577,14 @@ def _(cached_to):
                 and _without == 8 * _n * 256**2 + 4 * _n**2 * 256
                 and _without == _n * _with,
             ),
-            claim(
-                "EF-14 E55",
-                "A cache does not remove the square: all scores of a text of $n$ tokens together grow "
-                f"{_growth[0]:.2f}-fold when $n$ doubles, like $n^2d$; without the cache "
-                f"{_growth[1]:.2f}-fold, like $n^3d$.",
-                abs(_growth[0] - 4) < 0.01 and abs(_growth[1] - 8) < 0.02,
+            details(
+                claim(
+                    "EF-14 E55",
+                    "A cache does not remove the square: all scores of a text of $n$ tokens together grow "
+                    f"{_growth[0]:.2f}-fold when $n$ doubles, like $n^2d$; without the cache "
+                    f"{_growth[1]:.2f}-fold, like $n^3d$.",
+                    abs(_growth[0] - 4) < 0.01 and abs(_growth[1] - 8) < 0.02,
+                ),
             ),
         ]
     )
@@ -619,13 +635,15 @@ def _():
     mo.vstack(
         [
             table(_rows),
-            claim(
-                "EF-15",
-                "Positions must be right as well. Rotary keys are stored as they are used, after their "
-                "rotation; ALiBi counts distances from the end of the cache; a window stores its last "
-                "keys only; rows of a batch have lengths of their own. In each case reading in pieces equals "
-                "reading at once.",
-                _same and all(row["largest difference"] < 1e-12 for row in _rows),
+            details(
+                claim(
+                    "EF-15",
+                    "Positions must be right as well. Rotary keys are stored as they are used, after their "
+                    "rotation; ALiBi counts distances from the end of the cache; a window stores its last "
+                    "keys only; rows of a batch have lengths of their own. In each case reading in pieces equals "
+                    "reading at once.",
+                    _same and all(row["largest difference"] < 1e-12 for row in _rows),
+                ),
             ),
         ]
     )
@@ -700,14 +718,16 @@ def _(groups):
                 (_sizes[32], _sizes[8], _sizes[1]) == (64, 16, 2)
                 and all(size * 2**20 == 2 * G * 4096 * 128 * 2 for G, size in _sizes.items()),
             ),
-            claim(
-                "EF-09 EF-10",
-                f"Sharing is exactly repeating: {_G} key heads for 32 query heads give the outputs of 32 "
-                f"key heads with {32 // _G} equal copies each, from a cache {32 // _G} times smaller.",
-                torch.allclose(
-                    fenchel.attend(_q, _k, _v), fenchel.attend(_q, *_repeated), atol=1e-14
-                )
-                and _sizes[32] / _sizes[_G] == 32 // _G,
+            details(
+                claim(
+                    "EF-09 EF-10",
+                    f"Sharing is exactly repeating: {_G} key heads for 32 query heads give the outputs of 32 "
+                    f"key heads with {32 // _G} equal copies each, from a cache {32 // _G} times smaller.",
+                    torch.allclose(
+                        fenchel.attend(_q, _k, _v), fenchel.attend(_q, *_repeated), atol=1e-14
+                    )
+                    and _sizes[32] / _sizes[_G] == 32 // _G,
+                ),
             ),
         ]
     )
@@ -737,14 +757,16 @@ def _():
                     },
                 ]
             ),
-            claim(
-                "EF-12",
-                f"On normal numbers int8 has a relative error of {_int8:.4f}, two thirds of a percent, at about a "
-                "quarter of the memory of float32. No entry is off by more than half a step.",
-                abs(_int8 - 0.0066) < 2e-4
-                and _half < _int8
-                and _n.element_size() == 1
-                and ((_s * _n - _x).abs() <= _s * 0.5001).all(),
+            details(
+                claim(
+                    "EF-12",
+                    f"On normal numbers int8 has a relative error of {_int8:.4f}, two thirds of a percent, at about a "
+                    "quarter of the memory of float32. No entry is off by more than half a step.",
+                    abs(_int8 - 0.0066) < 2e-4
+                    and _half < _int8
+                    and _n.element_size() == 1
+                    and ((_s * _n - _x).abs() <= _s * 0.5001).all(),
+                ),
             ),
         ]
     )
@@ -808,31 +830,33 @@ def _():
                 "of multiplication give the same.",
                 torch.allclose(linear_attend(_q, _k, _v), _square, atol=1e-12),
             ),
-            claim(
-                "EF-21",
-                "Without the future, the sums stop at the present token. One state of "
-                f"{_state.M.shape[-2]} x {_state.M.shape[-1]} numbers (and {_state.n.shape[-2]} for the "
-                "denominator), updated token by token, gives the masked form: a cache that never grows.",
-                torch.allclose(_stepped, _causal, atol=1e-12)
-                and torch.allclose(linear_attend(_q, _k, _v, causal=True), _causal, atol=1e-12)
-                and _state.M.shape[-2:] == (16, 16),
-            ),
-            claim(
-                "E58",
-                "The features must be positive. With $\\varphi(x) = x$ the denominators of these 60 queries "
-                f"run from {_signed.min():.1f} to {_signed.max():.1f}, through 0: some averages explode.",
-                _signed.min() < 0 < _signed.max() and (_A.sum(-1) > 0).all(),
-            ),
             table(
                 [{"n": n, "linear": f"{a:,}", "softmax": f"{b:,}"} for n, (a, b) in _counts.items()]
             ),
-            claim(
-                "EF-20",
-                "Operations, counted at $d = 32$: $O(nd^2)$ against $O(n^2d)$. Linear attention is the cheaper "
-                "one from the first $n$ above $d$.",
-                all((a < b) == (n > 32) for n, (a, b) in _counts.items())
-                and _counts[64][0] * 4 == _counts[256][0]
-                and _counts[64][1] * 16 == _counts[256][1],
+            details(
+                claim(
+                    "EF-21",
+                    "Without the future, the sums stop at the present token. One state of "
+                    f"{_state.M.shape[-2]} x {_state.M.shape[-1]} numbers (and {_state.n.shape[-2]} for the "
+                    "denominator), updated token by token, gives the masked form: a cache that never grows.",
+                    torch.allclose(_stepped, _causal, atol=1e-12)
+                    and torch.allclose(linear_attend(_q, _k, _v, causal=True), _causal, atol=1e-12)
+                    and _state.M.shape[-2:] == (16, 16),
+                ),
+                claim(
+                    "E58",
+                    "The features must be positive. With $\\varphi(x) = x$ the denominators of these 60 queries "
+                    f"run from {_signed.min():.1f} to {_signed.max():.1f}, through 0: some averages explode.",
+                    _signed.min() < 0 < _signed.max() and (_A.sum(-1) > 0).all(),
+                ),
+                claim(
+                    "EF-20",
+                    "Operations, counted at $d = 32$: $O(nd^2)$ against $O(n^2d)$. Linear attention is the cheaper "
+                    "one from the first $n$ above $d$.",
+                    all((a < b) == (n > 32) for n, (a, b) in _counts.items())
+                    and _counts[64][0] * 4 == _counts[256][0]
+                    and _counts[64][1] * 16 == _counts[256][1],
+                ),
             ),
         ]
     )
@@ -899,23 +923,25 @@ def _(milliseconds, slope):
                 "relative error",
                 title="Distance from softmax attention",
             ),
-            claim(
-                "EF-19 E58",
-                "With 64, 1,024 and 16,384 random features the output is off by "
-                f"{errors[64]:.2f}, {errors[1024]:.2f} and {errors[16384]:.2f} times its size: it falls slowly, "
-                f"and many more features than the width are needed. elu + 1 is another kernel, {_elu:.2f} away, "
-                "and no number of features brings it closer.",
-                errors[64] > errors[1024] > errors[16384]
-                and errors[64] > 0.8
-                and 0.3 < errors[16384] < 0.8
-                and 0.5 < _elu < 1.1,
-            ),
-            claim(
-                "EF-18 E58",
-                f"What the kernel approximates is $e^{{q \\cdot k}}$ (here to {100 * _off:.1f} %, short vectors, "
-                "65,536 features) and not softmax, which exists only after the division by a row's sum "
-                f"(distance {_from_softmax:.0f} times its size).",
-                _off < 0.05 and _from_softmax > 10,
+            details(
+                claim(
+                    "EF-19 E58",
+                    "With 64, 1,024 and 16,384 random features the output is off by "
+                    f"{errors[64]:.2f}, {errors[1024]:.2f} and {errors[16384]:.2f} times its size: it falls slowly, "
+                    f"and many more features than the width are needed. elu + 1 is another kernel, {_elu:.2f} away, "
+                    "and no number of features brings it closer.",
+                    errors[64] > errors[1024] > errors[16384]
+                    and errors[64] > 0.8
+                    and 0.3 < errors[16384] < 0.8
+                    and 0.5 < _elu < 1.1,
+                ),
+                claim(
+                    "EF-18 E58",
+                    f"What the kernel approximates is $e^{{q \\cdot k}}$ (here to {100 * _off:.1f} %, short vectors, "
+                    "65,536 features) and not softmax, which exists only after the division by a row's sum "
+                    f"(distance {_from_softmax:.0f} times its size).",
+                    _off < 0.05 and _from_softmax > 10,
+                ),
             ),
             mo.md(
                 f"Time on this computer, just now: softmax grows like $n^{{{_slopes[0]:.1f}}}$, linear "
@@ -968,20 +994,27 @@ def _(pattern):
     mo.vstack(
         [
             heat_chart(
-                _mask, title="1: the query scores the key", of="scored", axes=("query", "key")
+                _mask,
+                title="1: the query scores the key",
+                of="scored",
+                of_range=(0, 1),
+                axes=("query", "key"),
             ),
-            claim(
-                "EF-22",
-                f"{int(_mask.sum())} of {24 * 24} pairs are scored; the weights are 0 elsewhere and each row "
-                "still sums to 1. Doubling a text from 256 to 512 tokens multiplies the pairs by "
-                + ", ".join(f"{b / a:.2f} ({name})" for name, (a, b) in _pairs.items())
-                + ": a stride of fixed size is still a square.",
-                torch.equal(_p[0, 0] > 0, _mask > 0)
-                and torch.allclose(_p.sum(-1), torch.ones(1, 1, 24, dtype=torch.float64))
-                and _pairs["window"][1] / _pairs["window"][0] < 2.02
-                and _pairs["window and global tokens"][1] / _pairs["window and global tokens"][0]
-                < 2.02
-                and _pairs["window and stride"][1] / _pairs["window and stride"][0] > 3.5,
+            details(
+                claim(
+                    "EF-22",
+                    f"{int(_mask.sum())} of {24 * 24} pairs are scored; the weights are 0 elsewhere and each row "
+                    "still sums to 1. Doubling a text from 256 to 512 tokens multiplies the pairs by "
+                    + ", ".join(f"{b / a:.2f} ({name})" for name, (a, b) in _pairs.items())
+                    + ": a stride of fixed size is still a square.",
+                    torch.equal(_p[0, 0] > 0, _mask > 0)
+                    and torch.allclose(_p.sum(-1), torch.ones(1, 1, 24, dtype=torch.float64))
+                    and _pairs["window"][1] / _pairs["window"][0] < 2.02
+                    and _pairs["window and global tokens"][1]
+                    / _pairs["window and global tokens"][0]
+                    < 2.02
+                    and _pairs["window and stride"][1] / _pairs["window and stride"][0] > 3.5,
+                ),
             ),
         ]
     )
@@ -1061,7 +1094,7 @@ def _():
             )
 
     exercise = Exercise(
-        lesson="l19_efficient_attention",
+        lesson="efficient_attention",
         task="Write `update(m, l, acc, s, v)`: one step of online softmax for one query, with the block's "
         "scores `s` and values `v` (one row per score). It returns the new `m, l, acc`.",
         starter="""
@@ -1144,6 +1177,79 @@ def _(run_path):
             ),
         ]
     )
+    return (own,)
+
+
+@app.cell
+def _():
+    own_text = text_field(
+        "we the people of the united states, in order to form a more perfect union"
+    )
+    own_text
+    return (own_text,)
+
+
+@app.cell
+def _(own, own_text):
+    _ids = token_ids(own_text.value, own.tokenizer, min(64, own.config.context))
+    own_maps = attention_maps(own.model, torch.tensor([_ids])).double()
+    _heads = {
+        f"{n + 1}.{h + 1}": (n, h)
+        for n in range(own_maps.shape[0])
+        for h in range(own_maps.shape[1])
+    }
+    own_head = mo.ui.dropdown(_heads, value=next(iter(_heads)), label="Head (layer.head)")
+    own_head
+    return own_head, own_maps
+
+
+@app.cell
+def _(own, own_head, own_maps):
+    _layer, _head = own_head.value
+    _n = own_maps.shape[-1]
+    _gap = (torch.arange(_n)[:, None] - torch.arange(_n)).abs()
+    _weights = own_maps[_layer, _head]
+    _rows = [
+        {"window (tokens)": w, "share": share, "what": what}
+        for what, shares in (
+            (
+                "weight of this head inside",
+                [_weights[_gap < w].sum().item() / _n for w in range(1, _n + 1)],
+            ),
+            ("cache that the window keeps", [w / _n for w in range(1, _n + 1)]),
+        )
+        for w, share in enumerate(shares, start=1)
+    ]
+    _inside = [row["share"] for row in _rows[:_n]]
+    _half = _n // 2
+    _band = _weights.triu(1 - _half).tril(_half - 1)
+    _cache, _shape = KVCache(own.config, batch=1, positions=_n), own.config.at_layer(_layer)
+    _kept = _cache.layers[_layer]
+    _bytes = _kept.keys.bytes + _kept.values.bytes
+    mo.vstack(
+        [
+            mo.md(
+                f"The cache of your {_n} tokens takes {_cache.bytes / 2**10:.1f} KiB. What would a window save, and what would it miss?"
+            ),
+            line_chart(
+                _rows,
+                "window (tokens)",
+                "share",
+                "what",
+                title=f"A window in head {_layer + 1}.{_head + 1}",
+                y_range=(0, 1),
+            ),
+            details(
+                claim(
+                    "EF-11",
+                    f"Layer {_layer + 1} keeps {_bytes / 2**10:.1f} KiB: keys and values, {_shape.groups} groups, {_kept.slots} tokens, {_shape.head_width} numbers of 4 "
+                    f"bytes. A window of {_half} keeps {_half / _n:.0%} of it and, averaged over the queries, {_inside[_half - 1]:.0%} of the weight of this head.",
+                    _bytes == 2 * _shape.groups * _kept.slots * _shape.head_width * 4
+                    and abs(_band.sum().item() / _n - _inside[_half - 1]) < 1e-9,
+                ),
+            ),
+        ]
+    )
     return
 
 
@@ -1160,7 +1266,7 @@ def _():
 
 @app.cell
 def _():
-    footer("l19_efficient_attention")
+    footer("efficient_attention")
     return
 
 
