@@ -2,6 +2,7 @@
 
 from fenchel.attention.attend import attend, backend_support, selected_backend
 from fenchel.attention.bias import ALiBi, RelativeBias, Sink, with_sink
+from fenchel.attention.delta_rule import DeltaOutput, delta_rule, delta_rule_by_step
 from fenchel.attention.derivative import (
     Gradients,
     Move,
@@ -28,6 +29,7 @@ from fenchel.attention.rotary import (
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
+    ProportionalScaling,
     YarnScaling,
     angles,
     rotary,
@@ -62,6 +64,7 @@ __all__ = [
     "AttentionCall",
     "AttentionSpec",
     "Causal",
+    "DeltaOutput",
     "Dense",
     "Forget",
     "Global",
@@ -77,6 +80,7 @@ __all__ = [
     "NTKScaling",
     "Padding",
     "Prior",
+    "ProportionalScaling",
     "RandomFeatures",
     "RelativeBias",
     "Segments",
@@ -94,6 +98,8 @@ __all__ = [
     "attend_with_tangent",
     "attention_weights",
     "backend_support",
+    "delta_rule",
+    "delta_rule_by_step",
     "differential_attend",
     "entropy",
     "head_entropy",

@@ -71,6 +71,8 @@ class CallFacts:
     """Whether forward-mode derivatives are carried."""
     transformed: bool = False
     """Whether the call is inside a transform of torch.func."""
+    second: bool = False
+    """Whether torch.func takes two derivatives of the call."""
     twice: bool = False
     """Whether torch.func takes two reverse derivatives of the call."""
     beyond_second: bool = False
@@ -116,6 +118,7 @@ def describe(
         gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
         tangent=carries_tangents(),
         transformed=transformed,
+        second=reverse + forward > 1,
         twice=reverse > 1,
         beyond_second=reverse + forward > 2 or forward > 1,
         forward_twice=forward > 1,
@@ -169,10 +172,8 @@ def _triton(call: CallFacts) -> str | None:
         return f"{kernels} take an alpha that is a number from 1.05 to 2"
     if call.return_weights:
         return f"{kernels} cannot return the weights"
-    if call.tangent:
-        return f"{kernels} cannot carry tangents"
-    if call.transformed:
-        return f"{kernels} have no rules for torch.func"
+    if call.second or (call.tangent and call.gradient):
+        return f"{kernels} have one derivative"
     if call.dropout:
         return f"{kernels} have no dropout"
     if call.softcap:
@@ -322,7 +323,9 @@ def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> f
 def _reference_cost(call: CallFacts) -> float:
     scores = call.B * call.H * call.T * call.S
     if call.compiling or (call.gradient and call.choice != "Softmax"):
-        return 0.0 if scores <= _ONE_PIECE else math.inf
+        # Without one number alpha the tiles are solved again for their derivative.
+        solved_again = call.choice == "Entmax" and call.alpha is None and not call.compiling
+        return 0.0 if scores <= (_LARGE_SQUARE if solved_again else _ONE_PIECE) else math.inf
     return _cost(call, "reference", 1.0 if scores <= _LARGE_SQUARE else 3.0, 1.0)
 
 

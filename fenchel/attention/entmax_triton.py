@@ -5,8 +5,9 @@ sequence, and a bias -slope |i - j|: any sum of ``Causal``, ``Window``, ``Paddin
 as one ``Band``. beta and the scale are one factor of the scores; a beta
 that is a tensor multiplies the queries, and learns there.
 
-One derivative: in reverse by ``attend``, where a second one raises and tangents and transforms of
-torch.func are refused by name, and along tangents by ``jvp``, which ``attend_jvp`` calls. Under
+One derivative, in reverse or along tangents, by autograd, by forward_ad and by the transforms of
+torch.func, vmap among them; ``jvp``, which ``attend_jvp`` calls, gives the tangent by cause. A
+second derivative is refused by name where it can be foreseen, and raises elsewhere. Under
 torch.compile the kernels are two operations that it does not trace.
 """
 
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.attention.prior import as_band
+from fenchel.attention.prior import Prior, as_band
+from fenchel.attention.shapes import VmapByElement
 from fenchel.attention.spec import AttentionSpec, exponent
 from fenchel.kernels.band import Band
+from fenchel.torch_internals import carries_tangents, in_func_transform
 
 WIDEST = 128
 LONGEST = 1 << 20
@@ -41,18 +44,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
     alpha, factor, sign = _numbers(spec, q)
-    left, right, *tensors, _ = as_band(spec.prior, k.shape[2], q.device)
     q = q if sign is None else q * sign
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _is_differentiated(q, k, v):
+        out: Tensor = _Attend.apply(q, k, v, spec.prior, alpha, factor)[0]  # type: ignore[no-untyped-call]
+        return out
+    # Without a Function, which costs 0.1 ms more: torch inspects its signature.
+    left, right, *tensors, _ = as_band(spec.prior, k.shape[2], q.device)
     call: tuple[Any, ...] = (q, k, v, *tensors, alpha, factor, left, right)
-    results: Any
-    if torch.compiler.is_compiling():
-        results = _entmax_attention(*call)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in call[:3]):
-        results = _Attend.apply(*call)  # type: ignore[no-untyped-call]
-    else:
-        results = _forward(*call)  # a Function costs 0.1 ms more: torch inspects its signature
-    out: Tensor = results[0]
-    return out
+    return (_entmax_attention if compiling else _forward)(*call)[0]
+
+
+def _is_differentiated(*tensors: Tensor) -> bool:
+    """Whether autograd records the call, or it has tangents or is inside torch.func."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return recorded or carries_tangents() or in_func_transform()
 
 
 def jvp(
@@ -94,56 +100,104 @@ def _numbers(spec: AttentionSpec, q: Tensor) -> tuple[float, float, Tensor | flo
     return alpha, factor, sign
 
 
-_NUMBERS = (None,) * 7
-"""The gradients of the arguments behind q, k and v."""
+class _Attend(VmapByElement):
+    """(o, C, tau, tiles, counts, hits) of the kernels.
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, alpha, factor, left, right = inputs
-    ctx.numbers = alpha, factor, left, right
-    ctx.save_for_backward(*tensors, *output[1:])
-
-
-def _saved(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    """The arguments of ``_backward``."""
-    q, k, v, start, stop, slopes, *saved = ctx.saved_tensors
-    return g, q, k, v, start, stop, slopes, *ctx.numbers, *saved
-
-
-class _Attend(torch.autograd.Function):
-    """(o, C, tau, tiles, counts, hits) of the kernels."""
+    The prior becomes a ``Band`` inside the Functions, where tensors that it makes are plain:
+    outside they belong to a transform of torch.func, and a kernel cannot read them.
+    """
 
     @staticmethod
-    def forward(*call: Any) -> Any:
-        return _forward(*call)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, prior: Prior | None, alpha: float, factor: float
+    ) -> Any:
+        from fenchel.kernels.entmax_attention import attend_entmax
+
+        out, saved = attend_entmax(q, k, v, alpha, factor, as_band(prior, k.shape[2], q.device))
+        return out, *saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.prior, ctx.alpha, ctx.factor = inputs
         ctx.mark_non_differentiable(*output[1:])
-        _save(ctx, inputs, output)
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
-        return *_Reverse.apply(*_saved(ctx, g)), *_NUMBERS  # type: ignore[no-untyped-call]
-
-
-class _Reverse(torch.autograd.Function):
-    """The gradients of <g, o> in q, k and v."""
+        numbers = ctx.prior, ctx.alpha, ctx.factor
+        return *_Reverse.apply(*numbers, g, *ctx.saved_tensors), None, None, None  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(*call: Any) -> Any:
-        return _backward(*call)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        numbers = ctx.prior, ctx.alpha, ctx.factor
+        (do,) = _Tangent.apply(*numbers, *tangents[:3], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return do, *(None,) * 5
+
+
+class _OneDerivative(VmapByElement):
+    """A derivative of which there is none."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved: there is no second derivative."""
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:  # noqa: ARG004
-        raise RuntimeError(
-            "the second derivative of entmax attention is not implemented in the Triton kernels; "
-            'attend(..., backend="blocked") has it.'
-        )
+        raise RuntimeError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError(_NO_SECOND)
+
+
+class _Reverse(_OneDerivative):
+    """The gradients of <g, o> in q, k and v."""
+
+    @staticmethod
+    def forward(
+        prior: Prior | None,
+        alpha: float,
+        factor: float,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *saved: Tensor,
+    ) -> Any:
+        from fenchel.kernels.entmax_attention import Saved, attend_entmax_backward
+
+        band = as_band(prior, k.shape[2], q.device)
+        return attend_entmax_backward(g, q, k, v, Saved(*saved), alpha, factor, band)
+
+
+class _Tangent(_OneDerivative):
+    """The derivative of o along tangents of q, k and v."""
+
+    @staticmethod
+    def forward(
+        prior: Prior | None,
+        alpha: float,
+        factor: float,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *saved: Tensor,
+    ) -> tuple[Tensor]:
+        from fenchel.kernels.entmax_attention import Saved, attend_entmax_jvp
+
+        band, found = as_band(prior, k.shape[2], q.device), Saved(*saved)
+        parts = attend_entmax_jvp(q, k, v, (dq, dk, dv), found, alpha, factor, band)
+        return (sum((x for x in parts if x is not None), torch.zeros_like(found.C)),)
+
+
+_NO_SECOND = (
+    "the second derivative of entmax attention is not implemented in the Triton kernels; "
+    'attend(..., backend="blocked") has it.'
+)
 
 
 def _forward(
@@ -211,8 +265,16 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
     return allocate_gradients(q, k, v)
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, alpha, factor, left, right = inputs
+    ctx.numbers = alpha, factor, left, right
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
 def _traced_backward(ctx: Any, g: Tensor, *_: Any) -> Any:
-    return *_entmax_attention_backward(*_saved(ctx, g)), *_NUMBERS
+    q, k, v, start, stop, slopes, *saved = ctx.saved_tensors
+    call = g, q, k, v, start, stop, slopes, *ctx.numbers, *saved
+    return *_entmax_attention_backward(*call), *(None,) * 7
 
 
 _entmax_attention.register_autograd(_traced_backward, setup_context=_save)

@@ -8,8 +8,9 @@ Reverse derivative on a GPU, forward only on a CPU; torch raises on forward mode
 compiled for every new kind of prior, which takes seconds: for exactly the lengths of the first call
 of the process, as a training run has them, and once more for all other lengths. Lengths enter the
 kernel as tensors wherever a prior computes with them, so that a new length compiles nothing. torch
-would give up after eight kinds and fall back to a dense square; the limit is raised. Block masks of
-priors that carry no tensor are cached for the next call with the same lengths.
+would give up after eight kinds and fall back to a dense square; the limit is raised, and kinds that
+a caller compiles do not count towards it. Block masks of priors that carry no tensor are cached for
+the next call with the same lengths.
 """
 
 import os
@@ -103,9 +104,14 @@ def can_compile(device: str) -> bool:
     return device == "cpu" and any(c and which(c) for c in (os.environ.get("CXX"), "g++"))
 
 
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """A function of our own: torch counts kinds per function, and a caller may compile torch's."""
+    return flex_attention(q, k, v, **options)
+
+
 @cache
 def _compiled(any_length: bool) -> Any:
-    return torch.compile(flex_attention, dynamic=True if any_length else None)
+    return torch.compile(_flex_attention, dynamic=True if any_length else None)
 
 
 _EXACT: list[tuple[int, int]] = []

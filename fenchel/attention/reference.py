@@ -2,7 +2,7 @@
 
     s = scale * q k^T                      (B, H, T, S)
     z = c tanh(s / c)                      with a soft cap c, else s
-    p = choice.weights(z, log_prior)       each query's row on the simplex
+    p = choice.weights(z, log_prior)       each query's row in the feasible set of the choice
     o = p v                                (B, H, T, E)
 
 Plain PyTorch, O(T S) memory, every map, every prior, every derivative. All other back ends are

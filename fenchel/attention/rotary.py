@@ -20,7 +20,12 @@ For contexts longer than those trained on, the frequencies t_i are lowered:
     Llama3Scaling   t_i (c_i + (1 - c_i)/s), c_i by the rotations of t_i in the trained context
     LongRopeScaling t_i / e_i, with a number per pair that was searched for
 
-Su et al. (2021), RoFormer; Peng et al. (2023), YaRN; Ding et al. (2024), LongRoPE.
+and to read content without position, the lowest ones may be left out:
+
+    ProportionalScaling   t_i / s of the first pairs, 0 of the others (p-RoPE)
+
+Su et al. (2021), RoFormer; Peng et al. (2023), YaRN; Ding et al. (2024), LongRoPE; Barbero et al.
+(2025), Round and round we go (p-RoPE).
 """
 
 import math
@@ -138,6 +143,24 @@ class LongRopeScaling:
 
     def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
         return t / torch.tensor(self.divisors, dtype=t.dtype, device=t.device)
+
+
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """The highest frequencies, ``fraction`` of all, divided by ``factor``; the others are 0.
+
+    >>> ProportionalScaling(0.5).frequencies(torch.tensor([1.0, 0.5]), 10000.0, 4)
+    tensor([1., 0.])
+    """
+
+    fraction: float
+    factor: float = 1.0
+
+    magnitude = 1.0
+
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+        i = torch.arange(width // 2, device=t.device)
+        return torch.where(i < int(self.fraction * width // 2), t / self.factor, 0.0)
 
 
 class Angles(NamedTuple):

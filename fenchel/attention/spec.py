@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fenchel.attention.prior import Prior, PriorLike, as_prior
 from fenchel.choice import MAPS, Choice, Entmax, Softmax, Sparsemax, by_name
+from fenchel.choice.base import require_simplex
 
 SOFTMAX = Softmax()
 ChoiceLike = Choice | type[Choice] | str
@@ -100,6 +101,8 @@ class AttentionSpec:
         fields = (as_choice(choice), as_prior(prior), scale, softcap)
         for name, value in zip(self.keys(), fields, strict=True):
             object.__setattr__(self, name, value)  # the class is frozen
+        if self.fixed_keys:
+            require_simplex(self.choice, "a sink")
 
     def scale_for(self, D: int) -> float:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""

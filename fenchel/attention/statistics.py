@@ -56,6 +56,8 @@ scale gives one key almost all the weight, too small a scale gives all keys abou
 scores stay small by themselves, as with normalised queries and keys or in T5, whose weights start
 smaller: it is reported only if the scores spread beyond ``WIDE``.
 
+Over the box weights do not sum to 1: health takes the entropy of p over its sum.
+
 A row that no key is open to has no weights and is left out of every mean. Only
 ``head_entropy``, ``attention_weights`` and ``trace`` are differentiable.
 """
@@ -85,6 +87,8 @@ from fenchel.attention.shapes import broadcast_batch, check, output_axes
 from fenchel.attention.spec import AttentionKeywords, AttentionSpec, select
 from fenchel.attention.tiles import join_rows, score_tiles, tiles
 from fenchel.choice import Softmax
+from fenchel.choice.base import require_simplex
+from fenchel.torch_internals import to_float64
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -105,6 +109,7 @@ def head_entropy(q: Tensor, k: Tensor, **spec: Unpack[AttentionKeywords]) -> Ten
     tensor([3.0000, 3.0000])
     """
     call = AttentionSpec(**spec)
+    require_simplex(call.choice, "the entropy of a head")
     check(q, k, k, softcap=call.softcap)
     if q.dim() != 4:
         raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
@@ -196,7 +201,11 @@ def health_per_head(
     size = (z * call.choice.score_scale).abs()
     if log_u is not None:
         size = torch.where(log_u > -torch.inf, size, 0.0)
-    entropy_BHT = entropy(p)
+    shares = p
+    if call.choice.feasible == "box":
+        total = p.sum(-1, keepdim=True)
+        shares = p / torch.where(total > 0, total, 1.0)
+    entropy_BHT = entropy(shares)
     support = (p > 0).sum(-1)
     open_ = support > 0
     rows = open_.sum().clamp(min=1)
@@ -374,7 +383,7 @@ def scale_warning(
     q, k, _ = broadcast_batch(q, k, k)
     H, D = q.shape[1], q.shape[3]
     scale, factor = call.scale_for(D), call.choice.score_scale
-    beta = float(torch.as_tensor(factor).double().mean())
+    beta = float(to_float64(torch.as_tensor(factor)).mean())
     product = scale * beta
     if not math.isfinite(product) or product == 0.0:
         return (

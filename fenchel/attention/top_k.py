@@ -73,8 +73,9 @@ def top_k(q: Tensor, k: Tensor, keep: int, **keywords: Unpack[AttentionKeywords]
         p = spec.choice.weights(z, log_kept)
         least = torch.where(kept, p, 1.0).amin(-1)
         bound = (open_ & ~kept).sum(-1) * least * (1.0 + _ROUNDING)
+        most = 1.0 if spec.choice.feasible == "simplex" else torch.inf
         softmax = isinstance(spec.choice, Softmax)
-        bound = bound / (1.0 + bound) if softmax else bound.clamp(max=1.0)
-        upper = torch.nextafter(bound.to(q.dtype), torch.ones((), dtype=q.dtype))
+        bound = bound / (1.0 + bound) if softmax else bound.clamp(max=most)
+        upper = torch.nextafter(bound.to(q.dtype), torch.full((), most, dtype=q.dtype))
     prior = Dense(kept) if spec.prior is None else spec.prior + Dense(kept)
     return TopK(prior, torch.where(bound > 0, upper, 0.0))

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.choice import Capped, Entmax, Hard, Softmax, Sparsemax
+from fenchel.choice import Capped, Entmax, Hard, Sigmoid, Softmax, Sparsemax
 from fenchel.choice.membership import softpick, stick_breaking
 
 Map = Callable[[Tensor], Tensor]
@@ -129,12 +129,17 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(
         "alpha learned per head", "adaptively sparse transformers", regulariser="Tsallis alpha_h",
-        code="attend(q, k, v, choice=Entmax(torch.tensor([1.2, 1.4, 1.6, 1.8]).view(4, 1, 1)))",
+        code='ModelConfig(vocabulary=16, choice="entmax", entmax_alpha_learned=True)',
     ),
     Variant(
         "ASEntmax", "Vasylenko et al. 2025", temperature="delta + b (log n)^gamma",
         regulariser=_TSALLIS,
         code="attend(q, k, v, choice=Entmax(1.5), beta=adaptive_length(positions, 0.3))",
+    ),
+    Variant(
+        "ASEntmax with delta = 0, gamma = 1, b learned per head", "entmax with Scalable-Softmax",
+        temperature="b_h log n", regulariser=_TSALLIS,
+        code='ModelConfig(vocabulary=16, choice="entmax", temperature="log")',
     ),
     Variant(
         "sparsemax", "Martins and Astudillo 2016", regulariser="|p|^2 / 2",
@@ -150,8 +155,9 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(
         "sigmoid attention", "Ramapuram et al. 2025; routers of DeepSeek V3, GLM, Kimi",
-        "1 / n", regulariser="binary entropy of every key", feasible="box 0 <= p <= 1",
-        map=torch.sigmoid,
+        "odds 1 / n", regulariser="binary entropy of every key", feasible="box 0 <= p <= 1",
+        code="attend(q, k, v, choice=Sigmoid(log_odds=-1.8), prior=Causal())",
+        map=Sigmoid().weights,
     ),
     Variant(
         "Cog attention", "Lv et al. 2024", regulariser="Shannon of |p|",
@@ -216,7 +222,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(
         "delta rule (gated DeltaNet, KDA)", "Qwen3.5, Kimi Linear, OLMo hybrid", verdict="outside",
-        note="no weights over keys: a linear map, fitted to keys and values one after another",
+        note="no weights over keys: a linear map, fitted to keys and values one after another "
+        "(`delta_rule`)",
     ),
 )  # fmt: skip
 """What published models and papers do by November 2026."""

@@ -1,4 +1,4 @@
-"""Scores to weights: argmax over the simplex, its value, derivative, loss, certificate.
+"""Scores to weights: argmax over the simplex or a box, its value, derivative, loss, certificate.
 
 Two modules for study are part of the public surface and serve the lessons:
 ``fenchel.choice.convex_program`` (small convex programs, their multipliers and duality gap) and
@@ -17,6 +17,7 @@ from fenchel.choice.kkt import Residuals, kkt, multipliers
 from fenchel.choice.kl_budget import beta_for_budget
 from fenchel.choice.membership import Membership, membership
 from fenchel.choice.reverse_kl import ReverseKL, reverse_kl
+from fenchel.choice.sigmoid import Sigmoid
 from fenchel.choice.softmax import Softmax
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Membership",
     "Residuals",
     "ReverseKL",
+    "Sigmoid",
     "Softmax",
     "Sparsemax",
     "beta_for_budget",

@@ -3,17 +3,20 @@
 A choice map turns scores into weights by solving a small concave problem. With the scores
 z, the inverse temperature beta, a prior u over the alternatives and x = beta z + log u,
 
-    weights(z) = argmax_p  <p, x> - Omega(p)              over the simplex,
+    weights(z) = argmax_p  <p, x> - Omega(p)              over the feasible set,
     value(z)   =    max_p [<p, x> - Omega(p)] / beta      whose gradient in z is weights(z).
 
-u_i = 0, that is log_prior = -inf, forbids alternative i. Where all are forbidden there is no
-p: weights gives zeros, value gives -inf, and every derivative of both is 0.
+The feasible set is the simplex, where weights sum to 1, or the box 0 <= p_i <= 1, where nothing
+connects them (``Choice.feasible``). u_i = 0, that is log_prior = -inf, forbids alternative i. Where
+all are forbidden weights gives zeros and every derivative is 0; the simplex then has no p and value
+gives -inf, the box has p = 0 and value gives 0.
 
 When Omega is a sum of one-dimensional terms, Omega(p) = sum_i omega(p_i), the optimality
 conditions read omega'(p_i) = x_i - nu on the support, and the derivative of ``weights``
 depends on one vector alone. With s_i = 1 / omega''(p_i) where p_i > 0, and s_i = 0 elsewhere,
 
-    J = beta (diag(s) - s s^T / sum(s)).
+    J = beta (diag(s) - s s^T / sum(s))       over the simplex,
+    J = beta diag(s)                          over the box, where nu = 0.
 
 J is symmetric, so the forward (jvp) and reverse (vjp) products are one function, and J is
 also the Hessian of ``value``. A new map supplies omega, its slope, its response (the inverse
@@ -44,7 +47,7 @@ precision is accepted and returned; the computation between is float32.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +62,7 @@ _ROUNDINGS = 8
 
 
 class Choice(ABC):
-    """A regularised argmax over the simplex.
+    """A regularised argmax over the simplex or over the box.
 
     >>> import torch
     >>> from fenchel.choice import Entmax, Softmax
@@ -71,6 +74,8 @@ class Choice(ABC):
     """
 
     beta: float | Tensor
+    feasible: ClassVar[Literal["simplex", "box"]] = "simplex"
+    """Whether weights sum to 1, or each lies between 0 and 1 by itself."""
 
     @property
     def score_scale(self) -> float | Tensor:
@@ -144,11 +149,14 @@ class Choice(ABC):
 
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
         """J v at the scores that gave ``p``; serves jvp and vjp alike: (..., K) -> (..., K)."""
-        return (self.beta * centred(self.spread(p), v)).to(p.dtype)
+        s = self.spread(p)
+        return (self.beta * (centred(s, v) if self.feasible == "simplex" else s * v)).to(p.dtype)
 
     def sensitivity(self, p: Tensor) -> Tensor:
         """The largest eigenvalue of J at the scores that gave ``p``: (..., K) -> (...)."""
-        return (self.row_beta() * largest_eigenvalue(self.spread(p))).to(p.dtype)
+        s = self.spread(p)
+        largest = largest_eigenvalue(s) if self.feasible == "simplex" else _largest(s)
+        return (self.row_beta() * largest).to(p.dtype)
 
     def sensitivity_bounds(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """(lower, upper) of ``sensitivity`` at ``p`` that hold after rounding, in float64: (...).
@@ -157,15 +165,20 @@ class Choice(ABC):
         so the rounding of s moves it by no larger share. An infinite ``upper`` proves nothing.
         """
         s = self.spread(p)
-        lower, upper = eigenvalue_bounds(s)
+        if self.feasible == "simplex":
+            lower, upper = eigenvalue_bounds(s)
+        else:
+            lower = upper = _largest(s).double()
         beta, share = self.row_beta(), _ROUNDINGS * torch.finfo(s.dtype).eps
         upper = torch.where(upper.isnan(), torch.inf, upper)
-        return beta * lower * (1.0 - share), beta * upper * (1.0 + share)
+        lower = _next(beta * lower * (1.0 - share), lower, 0.0)
+        return lower, _next(beta * upper * (1.0 + share), upper, torch.inf)
 
     def loss(self, z: Tensor, y: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """The Fenchel-Young loss value(z) + Omega(y) / beta - <y, z>: (..., K) -> (...).
 
-        ``y`` is an index (an integer tensor without the last axis) or a distribution. The loss is
+        ``y`` is an index (an integer tensor without the last axis) or a point of the feasible set,
+        a distribution for the simplex. The loss is
         convex in z, never negative, and 0 exactly where weights(z) = y; its gradient in z is
         weights(z) - y. For Softmax() it is the cross-entropy minus the entropy of y, for
         Sparsemax() and Entmax() it is 0 beyond a finite margin.
@@ -180,11 +193,13 @@ class Choice(ABC):
         tensor([[0., 0., 0.]])
         """
         x, _ = self.scores(z, log_prior, -1)
-        beta = self.row_beta()
-        # sum(p) = sum(y): the common part of large scores, forbidden ones left out, never enters
+        beta, simplex = self.row_beta(), self.feasible == "simplex"
         peak = x.detach().amax(-1, keepdim=True)
-        x = x - torch.where(peak.isfinite(), peak, 0.0)
-        if self.ceiling < 1.0 and not y.is_floating_point():  # a corner may be above the cap
+        if simplex:
+            # sum(p) = sum(y): the common part of large scores, forbidden ones left out, cancels
+            x = x - torch.where(peak.isfinite(), peak, 0.0)
+        if not y.is_floating_point() and (self.ceiling < 1.0 or not simplex):
+            # a corner may be above the cap; Omega there is 0 over the simplex alone
             y = one_hot(y, x.shape[-1]).to(x.dtype)
         if not y.is_floating_point():  # Omega is 0 at a corner
             gap = self._maximum(x) - x.gather(-1, y.unsqueeze(-1)).squeeze(-1) / beta
@@ -196,7 +211,9 @@ class Choice(ABC):
             gap = self._maximum(x) + (cost - reached) / beta
             exact = (self._gap(x, y) / beta).detach()
             gap = torch.where(gap.isfinite(), exact + (gap - gap.detach()), gap)
-        return gap.masked_fill(peak.squeeze(-1) == FORBIDDEN, float("inf")).to(z.dtype)
+        if simplex:
+            gap = gap.masked_fill(peak.squeeze(-1) == FORBIDDEN, float("inf"))
+        return gap.to(z.dtype)
 
     @torch.no_grad()
     def _gap(self, x: Tensor, y: Tensor) -> Tensor:
@@ -207,6 +224,7 @@ class Choice(ABC):
         heaviest = torch.where(free, p, -1.0).argmax(-1, keepdim=True)
         least = torch.where(p > 0, x - slope, torch.inf).amin(-1, keepdim=True)
         nu = torch.where(free.any(-1, keepdim=True), (x - slope).gather(-1, heaviest), least)
+        nu = nu if self.feasible == "simplex" else torch.zeros_like(nu)
         near = (y - p).abs() <= 0.5 * p
         eta = torch.where((p > 0) & ~free, (x - nu - slope).clamp(min=0.0), 0.0)
         close = self.divergence(y, torch.where(p > 0, p, 1.0)) + eta * (p - y)
@@ -270,6 +288,29 @@ class Choice(ABC):
         reached = torch.where(p > 0, x - base.unsqueeze(-1), 0.0)
         total = base + (p * reached - self.omega(p)).sum(-1)
         return (total / self.row_beta()).masked_fill(peak == FORBIDDEN, FORBIDDEN)
+
+
+def _next(x: Tensor, of: Tensor, to: float) -> Tensor:
+    """The number next to x: below the normal numbers a share is rounded away. 0 of 0 stays."""
+    return torch.where(of > 0, torch.nextafter(x, torch.full_like(x, to)), x)
+
+
+def _largest(s: Tensor) -> Tensor:
+    """The largest entry of s >= 0, and 0 of none: (..., K) -> (...)."""
+    return s.amax(-1) if s.shape[-1] else s.sum(-1)
+
+
+def require_simplex(choice: Choice, what: str) -> None:
+    """Raise ValueError where ``what`` needs weights that sum to 1 and the map has none.
+
+    >>> from fenchel.choice import Softmax
+    >>> require_simplex(Softmax(), "a sink")
+    """
+    if choice.feasible != "simplex":
+        raise ValueError(
+            f"{what} needs a map whose weights sum to 1, and {choice!r} weighs every alternative "
+            "by itself."
+        )
 
 
 def centred(s: Tensor, v: Tensor) -> Tensor:

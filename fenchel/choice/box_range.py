@@ -28,6 +28,9 @@ whichever is smaller. The intervals whose bound exceeds the best value of a path
 _TOLERANCE of the span of c are divided. Every part of the range of nu ends in an interval with a
 bound, and ``upper`` is the largest of them: it holds however the search went.
 
+*Over the box* of weights (Sigmoid) there is no nu: the ends are sum_i c_i phi(e_i), where e_i is
+h_i for the upper end and l_i for the lower one if c_i > 0, and the other way round if not.
+
 Rounding. All in float64, which has float32 exactly. A phi(x_i - nu) has a relative error of
 (r + 8) eps and one of |log p| eps, r = 1 / (alpha - 1); x_i - nu adds nothing, since nu is a number
 of the dtype. The sums add K eps. These are added to every bound, the ends of x are rounded outward,
@@ -46,6 +49,7 @@ from torch import Tensor
 from fenchel.choice.base import FORBIDDEN, Choice
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
+from fenchel.choice.sigmoid import Sigmoid
 from fenchel.choice.softmax import Softmax
 
 _EPS = torch.finfo(torch.float64).eps
@@ -72,7 +76,6 @@ def range_over_box(
     >>> range_over_box(Sparsemax(), c, z - 0.1, z + 0.1)
     (tensor(1.0000), tensor(1.4000))
     """
-    response = _response(choice)
     dtype = torch.float32
     for t in (c, low, high):
         if not t.is_floating_point():
@@ -88,6 +91,10 @@ def range_over_box(
     prior = None if log_prior is None else log_prior.detach().double().expand(shape)
     left, right = (_scores(choice, z, prior, sign) for z, sign in ((low, -1.0), (high, 1.0)))
     allowed = right > FORBIDDEN
+    if isinstance(choice, Sigmoid):
+        lower, upper = _apart(choice, c, left, right)
+        return _outward(lower, dtype, -1.0), _outward(upper, dtype, 1.0)
+    response = _response(choice)
     rows = tuple(t.reshape(-1, shape[-1]) for t in (c, left, right, allowed))
     find = _at_vertices if isinstance(choice, Softmax) else _search
     upper = find(response, *rows).view(shape[:-1])
@@ -119,7 +126,7 @@ def _response(choice: Choice) -> _Response:
         return _Response(torch.exp, lambda p: p, choice.cap, 1.0, 0.0)
     if not isinstance(choice, Entmax | Sparsemax):
         raise ValueError(
-            f"the range over a box is known for Softmax, Entmax, Sparsemax and Capped, got "
+            "the range over a box is known for Softmax, Entmax, Sparsemax, Capped and Sigmoid, got "
             f"{choice!r}; the weights of Hard jump."
         )
     alpha = choice.alpha if isinstance(choice, Entmax) else 2.0
@@ -171,6 +178,20 @@ def _outward(end: Tensor, dtype: torch.dtype, sign: float) -> Tensor:
     beyond = torch.nextafter(rounded, torch.full_like(rounded, sign * math.inf))
     inside = rounded.double() < end if sign > 0 else rounded.double() > end
     return torch.where(inside, beyond, rounded)
+
+
+def _apart(choice: Sigmoid, c: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """(lower, upper) of a map over the box of weights, whose terms do not depend on each other."""
+    low, high = choice.choose(left), choice.choose(right)
+    c = torch.where(high > 0, c, 0.0)
+    # x + b is off by eps (|x| + |b|), which moves log p by no more; phi and the sums add K + 16
+    size = (x.abs().clamp(max=1e3) for x in (left, right))
+    b = torch.as_tensor(choice.log_odds).abs()
+    error = _EPS * (16.0 + c.shape[-1] + 4.0 * (torch.maximum(*size) + b))
+    lost = (c.abs() * (high * error + torch.finfo(high.dtype).tiny)).sum(-1)
+    lower = torch.where(c > 0, c * low, c * high).sum(-1)
+    upper = torch.where(c > 0, c * high, c * low).sum(-1)
+    return lower - lost, upper + lost
 
 
 def _ordered(

@@ -15,6 +15,7 @@ from torch import Tensor
 from fenchel.choice.base import Choice
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
+from fenchel.choice.sigmoid import Sigmoid
 from fenchel.choice.softmax import Softmax
 from fenchel.config import did_you_mean
 
@@ -23,6 +24,7 @@ MAPS: dict[str, type[Choice]] = {
     "entmax": Entmax,
     "sparsemax": Sparsemax,
     "hard": Hard,
+    "sigmoid": Sigmoid,
 }
 
 

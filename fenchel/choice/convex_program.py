@@ -19,7 +19,7 @@ Banach spaces: when dh is onto).
 Newton's method, for growing t; there mu_i = 1 / (-t g_i), and the gap is (number of g) / t.
 Everything is float64 and dense, for tens of unknowns.
 
-Lesson 6 of ``fenchel learn`` is made of it; no other command uses it.
+The lesson ``lagrange`` is made of it; no command uses it.
 
 Boyd and Vandenberghe (2004), Convex Optimization, chapters 5, 10 and 11.
 """

@@ -22,7 +22,7 @@ Sanov.         The probability that m draws from u have a mean score of c or mor
                exp(-m KL(p_beta || u) + o(m)) for the beta with E_{p_beta} z = c, and given that
                event one draw is distributed as p_beta.
 
-Lesson 8 of ``fenchel learn`` is made of it; no other command uses it.
+The lessons ``priors_and_budgets`` and ``hypothesis_tests`` are made of it; no command uses it.
 
 Shapes: distributions are (..., K), results (...). log_prior is log u up to a constant, and
 None is uniform.

@@ -11,21 +11,24 @@ with c the cap (infinite where there is none), exactly when there are numbers nu
     dual            mu_i >= 0,  eta_i >= 0
     slackness       mu_i p_i = 0,  eta_i (c - p_i) = 0.
 
+Over the box the first constraint is absent, nu = 0 and c = 1.
+
 The problem is convex with affine constraints, so these are sufficient, and necessary because the
 simplex has interior points (or, where it has none, because affine constraints need no Slater).
 Each ``Residuals`` entry is the largest violation per row. ``gap`` is the duality gap,
 
     nu + sum_i max over 0 <= t <= min(c, 1) of [t (x_i - nu) - omega(t)]  -  [<p, x> - Omega(p)],
 
-never negative for a p on the simplex, and 0 only at the solution.
+never negative for a feasible p, and 0 only at the solution.
 
 Given p alone, the multipliers are computed as follows: nu is the mean of x_i - omega'(p_i) under p
 over the weights that are free to move; the remaining force of stationarity is assigned to mu_i
 where p_i is at 0 (or closer to it than the force), to eta_i where p_i is at c, and counts as an
-error elsewhere. A weight of 0 stands for anything too small for the dtype, so slope(0) is its
+error elsewhere. Near the cap of the box omega' is steep: half a rounding of p is left out of the
+force there. A weight of 0 stands for anything too small for the dtype, so slope(0) is its
 slope. All sums are in float64.
 
-Lessons 6 and 9 of ``fenchel learn`` show them.
+The lessons ``lagrange`` and ``sparse_choice`` show them.
 """
 
 from typing import NamedTuple
@@ -68,6 +71,7 @@ def kkt(choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None) -
     row = _Problem.of(choice, z, p, log_prior)
     nu, mu, eta = _multipliers(choice, row)
     unequal = (row.p.sum(-1) - (~row.empty).to(row.p.dtype)).abs()
+    unequal = unequal if choice.feasible == "simplex" else torch.zeros_like(unequal)
     below, over = (-row.p).amax(-1), (row.p - row.cap).amax(-1)
     misplaced = torch.where(row.allowed, 0.0, row.p.abs()).amax(-1)
     primal = torch.stack([unequal, below, over, misplaced]).amax(0).clamp(min=0.0)
@@ -109,22 +113,34 @@ class _Problem(NamedTuple):
     empty: Tensor
     cap: Tensor
     top: Tensor
+    inner: Tensor
+    """p where its slope is taken: inside the box by as much as the dtype of p resolves."""
+    rounding: Tensor
+    """What the rounding of p leaves open of its slope near the cap of the box."""
 
     @classmethod
     def of(cls, choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None) -> "_Problem":
         prior = None if log_prior is None else log_prior.double()
         x, _ = choice.scores(z.double(), prior, -1)
+        limits = torch.finfo(p.dtype)
         x, p = x.detach().expand_as(p), p.detach().double()
         allowed = x > FORBIDDEN
         count = allowed.sum(-1, keepdim=True).to(p.dtype)
         top = x.amax(-1, keepdim=True).masked_fill(count == 0, 0.0)
         cap = (1.0 / count.clamp(min=1.0)).clamp(min=choice.ceiling)
+        inner, rounding = p.clamp(min=0.0), torch.zeros_like(p)
+        if choice.feasible == "box":
+            top, cap = torch.zeros_like(top), torch.ones_like(cap)
+            inner = p.clamp(limits.tiny, 1.0 - limits.eps / 4)
+            rounding = 0.5 * limits.eps / (1.0 - inner).clamp(min=limits.eps / 4)
         shifted = torch.where(allowed, x - top, 0.0)
-        return cls(shifted, p, allowed, count.squeeze(-1) == 0, cap, top.squeeze(-1))
+        return cls(
+            shifted, p, allowed, count.squeeze(-1) == 0, cap, top.squeeze(-1), inner, rounding
+        )
 
 
 def _multipliers(choice: Choice, row: _Problem) -> Multipliers:
-    slope = choice.slope(row.p.clamp(min=0.0))
+    slope = choice.slope(row.inner)
     free = row.allowed & (row.p < row.cap)
     weight = torch.where(free, row.p.clamp(min=0.0), 0.0)
     share = weight.sum(-1)
@@ -133,6 +149,7 @@ def _multipliers(choice: Choice, row: _Problem) -> Multipliers:
     # With nothing free, any nu up to the least that keeps every eta >= 0 will do.
     least = torch.where(row.allowed, row.x - slope, torch.inf).amin(-1)
     nu = torch.where(share > 0, mean, least).masked_fill(row.empty, 0.0)
+    nu = nu if choice.feasible == "simplex" else torch.zeros_like(nu)
     force = _force(choice, row, nu)
     at_floor = row.allowed & (row.p <= force.clamp(min=0.0))
     at_cap = row.allowed & (row.cap - row.p <= (-force).clamp(min=0.0)) & ~at_floor
@@ -141,7 +158,8 @@ def _multipliers(choice: Choice, row: _Problem) -> Multipliers:
 
 def _force(choice: Choice, row: _Problem, nu: Tensor) -> Tensor:
     """omega'(p) - x + nu, which mu - eta balances; 0 where an alternative is forbidden."""
-    force = choice.slope(row.p.clamp(min=0.0)) - row.x + nu.unsqueeze(-1)
+    force = choice.slope(row.inner) - row.x + nu.unsqueeze(-1)
+    force = force.sign() * (force.abs() - row.rounding).clamp(min=0.0)
     return torch.where(row.allowed, force, 0.0)
 
 

@@ -32,6 +32,8 @@ Golub (1973), Some modified matrix eigenvalue problems.
 import torch
 from torch import Tensor
 
+from fenchel.torch_internals import to_float64
+
 _WIDTH = 1e-9
 """Relative distance of the two bounds from the root; rounding is a thousand times smaller."""
 _LARGEST = 32
@@ -43,7 +45,7 @@ def largest_eigenvalue(s: Tensor) -> Tensor:
     """The largest eigenvalue of diag(s) - s s^T / sum(s), differentiable: (..., K) -> (...)."""
     if s.shape[-1] < 2:
         return s.sum(-1) * 0.0
-    s = s.double()
+    s = to_float64(s)
     top = s.topk(2, dim=-1)
     first, second = top.values.unbind(-1)
     lone, tied = second == 0.0, first == second  # the root is then 0, or first itself
@@ -69,8 +71,9 @@ def eigenvalue_bounds(s: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of ``largest_eigenvalue(s)`` that hold after rounding: (..., K) -> two of (...)."""
     K = s.shape[-1]
     if K < 2:
-        zero = s.sum(-1).double() * 0.0
+        zero = to_float64(s.sum(-1)) * 0.0
         return zero, zero
+    s = s.cpu() if s.device.type == "mps" else s
     top = s.topk(min(K, _LARGEST), dim=-1)
     values = top.values.double()
     first, second = values[..., 0], values[..., 1]

@@ -73,7 +73,8 @@ class Softmax(Choice):
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
         """y log(y / p) - y + p."""
         r = (y - p) / p
-        return p * ((1.0 + r) * r.log1p() - r)
+        d: Tensor = p * (torch.special.xlog1py(1.0 + r, r) - r)
+        return d
 
     def lipschitz(self, K: int) -> float | Tensor:
         """beta / 2, and 0 for a single alternative."""

@@ -311,11 +311,7 @@ def attend_entmax_jvp(
             x.zero_()
         return choosing, values
     q, k, v = map(_unit_stride, (q, k, v))
-    # Tangents are laid out as their tensors, so that one set of strides serves both.
-    dq, dk, dv = (
-        None if dx is None else dx if dx.stride() == x.stride() else torch.empty_like(x).copy_(dx)
-        for x, dx in ((q, dq), (k, dk), (v, dv))
-    )
+    (q, dq), (k, dk), (v, dv) = (_in_one_layout(*pair) for pair in ((q, dq), (k, dk), (v, dv)))
     tiles = _tiling(q, v)
     if parts:
         _tangents[(B * H * saved.hits.shape[2],)](
@@ -326,6 +322,16 @@ def attend_entmax_jvp(
             **tiles.tangents.options(),
         )
     return choosing, values
+
+
+def _in_one_layout(x: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A tensor and its tangent with the same strides, since the kernel has one set for both."""
+    if dx is None or dx.stride() == x.stride():
+        return x, dx
+    like = torch.empty_like(x)
+    if like.stride() == x.stride():
+        return x, like.copy_(dx)
+    return x.contiguous(), dx.contiguous()  # x has gaps, as a slice, or repeats itself
 
 
 def _shared(

@@ -45,8 +45,10 @@ def test_a_plain_call_is_served_by_all_that_compute_its_map() -> None:
         ({"choice": "Hard"}, "not Hard"),
         ({"alpha": None}, "from 1.05 to 2"),
         ({"return_weights": True}, "weights"),
-        ({"tangent": True}, "tangents"),
-        ({"transformed": True}, "torch.func"),
+        ({"tangent": True}, None),
+        ({"transformed": True}, None),
+        ({"transformed": True, "second": True}, "one derivative"),
+        ({"tangent": True, "gradient": True}, "one derivative"),
         ({"dropout": 0.1}, "dropout"),
         ({"softcap": True}, "soft-cap"),
         ({"dtype": torch.float64}, "float16, bfloat16 and float32"),
@@ -70,7 +72,8 @@ def test_auto_takes_the_triton_kernels_for_long_entmax_on_a_gpu(gradient: bool) 
     for change in ({}, {"prior": Causal()}, {"choice": "Sparsemax", "alpha": 2.0}):
         assert cheapest(replace(long, **change)).name == "triton"
     assert cheapest(replace(long, compiling=True)).name == "triton"
-    for change in ({"T": 1, "B": 1}, {"device": "cpu", "dtype": torch.float32}, {"tangent": True}):
+    assert cheapest(replace(long, gradient=False, tangent=True)).name == "triton"
+    for change in ({"T": 1, "B": 1}, {"device": "cpu", "dtype": torch.float32}, {"second": True}):
         assert cheapest(replace(long, **change)).name != "triton"
 
 

@@ -11,6 +11,7 @@ from fenchel.choice import (
     Choice,
     Entmax,
     Hard,
+    Sigmoid,
     Softmax,
     Sparsemax,
     box_range,
@@ -20,6 +21,7 @@ from fenchel.choice import (
 MAPS = (
     *(Softmax(), Softmax(2.5), Entmax(1.1), Entmax(1.5), Entmax(1.5, beta=0.5)),
     *(Sparsemax(), Entmax(3.0), Entmax(4.0), Capped(0.4)),
+    Sigmoid(1.5, log_odds=-1.0),
 )
 
 
@@ -121,7 +123,7 @@ def test_a_point_has_one_value() -> None:
 def test_priors_forbid_and_tilt() -> None:
     c, low, high = boxes(5, 30, 5)
     prior = torch.tensor([0.0, -1.0, float("-inf"), 0.5, 0.0], dtype=torch.float64)
-    for choice in (Softmax(2.0), Entmax(1.5), Capped(0.4)):
+    for choice in (Softmax(2.0), Entmax(1.5), Capped(0.4), Sigmoid(2.0)):
         lower, upper = range_over_box(choice, c, low, high, prior)
         x = choice.beta * low + prior, choice.beta * high + prior
         one = type(choice)(0.4) if isinstance(choice, Capped) else type(choice)()
@@ -134,7 +136,7 @@ def test_priors_forbid_and_tilt() -> None:
 
 def test_ends_keep_the_dtype_and_round_outward() -> None:
     c, low, high = (t.float() for t in boxes(6, 30, 5))
-    for choice in (Softmax(), Sparsemax()):
+    for choice in (Softmax(), Sparsemax(), Sigmoid()):
         lower, upper = range_over_box(choice, c, low, high)
         wide = range_over_box(choice, c.double(), low.double(), high.double())
         assert lower.dtype == upper.dtype == torch.float32

@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 
-from fenchel.choice import MAPS, Capped, Choice, Entmax, Hard, Softmax, Sparsemax, by_name, kkt
+from fenchel.choice import (
+    MAPS,
+    Capped,
+    Choice,
+    Entmax,
+    Hard,
+    Sigmoid,
+    Softmax,
+    Sparsemax,
+    by_name,
+    kkt,
+)
 
 CHOICES: list[Choice] = [
     *(by_name(name) for name in MAPS),
@@ -19,8 +30,11 @@ CHOICES: list[Choice] = [
     Entmax(4.0, beta=0.1),
     Sparsemax(beta=0.7),
     Capped(0.3),
+    Sigmoid(beta=1.7, log_odds=-1.5),
 ]
 every_choice = pytest.mark.parametrize("choice", CHOICES, ids=repr)
+SIMPLEX = [choice for choice in CHOICES if choice.feasible == "simplex"]
+every_choice_of_the_simplex = pytest.mark.parametrize("choice", SIMPLEX, ids=repr)
 INF = float("inf")
 
 
@@ -48,12 +62,21 @@ def scale_of(choice: Choice) -> float:
     return float(choice.score_scale)
 
 
+def nothing(choice: Choice) -> float:
+    """The value where all is forbidden: no point of the simplex is left, one of the box is."""
+    return -INF if choice.feasible == "simplex" else 0.0
+
+
 @every_choice
-def test_weights_lie_on_the_simplex(choice: Choice, z: Tensor) -> None:
+def test_weights_lie_in_the_feasible_set(choice: Choice, z: Tensor) -> None:
     p = choice.weights(z)
     assert (p >= 0).all()
-    assert (p <= choice.ceiling).all()
-    torch.testing.assert_close(p.sum(-1), torch.ones(3, dtype=torch.float64))
+    assert (p <= min(choice.ceiling, 1.0)).all()
+    total = p.sum(-1)
+    if choice.feasible == "simplex":
+        torch.testing.assert_close(total, torch.ones(3, dtype=torch.float64))
+    else:
+        assert total.std() > 0.1  # nothing holds it
 
 
 @every_choice
@@ -62,7 +85,7 @@ def test_a_better_score_never_weighs_less(choice: Choice, z: Tensor) -> None:
     assert (p.gather(-1, z.argsort(-1)).diff(dim=-1) >= -1e-15).all()
 
 
-@every_choice
+@every_choice_of_the_simplex
 def test_a_common_shift_changes_nothing(choice: Choice, z: Tensor) -> None:
     torch.testing.assert_close(choice.weights(z + 100.0), choice.weights(z))
     torch.testing.assert_close(choice.value(z + 100.0), choice.value(z) + 100.0)
@@ -115,7 +138,7 @@ def test_a_row_with_all_forbidden_gives_zeros_and_no_nan_anywhere(
     z, log_prior = z.requires_grad_(), log_prior.requires_grad_()
     p, value = choice.weights(z, log_prior), choice.value(z, log_prior)
     assert (p[2] == 0).all()
-    assert value[2] == -INF
+    assert value[2] == nothing(choice)
     assert value[:2].isfinite().all()
     for function in (choice.weights, choice.value):
         p, out = choice.weights(z, log_prior), function(z, log_prior)
@@ -142,18 +165,18 @@ def test_scores_of_minus_infinity_throughout_are_no_choice_either(choice: Choice
     z.requires_grad_()
     p = choice.weights(z)
     assert (p[0] == 0).all()
-    assert choice.value(z)[0] == -INF
+    assert choice.value(z)[0] == nothing(choice)
     (g,) = torch.autograd.grad((p * p).sum(), z)
     assert g.isfinite().all()
 
 
-@every_choice
+@every_choice_of_the_simplex
 def test_equal_scores_share_equally(choice: Choice) -> None:
     p = choice.weights(torch.full((5,), 3.0, dtype=torch.float64))
     torch.testing.assert_close(p, torch.full((5,), 0.2, dtype=torch.float64))
 
 
-@every_choice
+@every_choice_of_the_simplex
 def test_one_alternative_gets_everything(choice: Choice) -> None:
     z = draw(4, 1).requires_grad_()
     p = choice.weights(z)
@@ -168,7 +191,7 @@ def test_one_alternative_gets_everything(choice: Choice) -> None:
 def test_no_alternative_at_all_is_an_empty_row(choice: Choice) -> None:
     z = torch.zeros(3, 0)
     assert choice.weights(z).shape == (3, 0)
-    assert (choice.value(z) == -INF).all()
+    assert (choice.value(z) == nothing(choice)).all()
 
 
 @every_choice
@@ -186,7 +209,8 @@ def test_scores_of_ten_thousand_and_half_precision_give_no_nan(
     assert p.dtype == value.dtype == dtype
     assert p.isfinite().all()
     assert value.isfinite().all()
-    torch.testing.assert_close(p.double().sum(-1), torch.ones(6).double(), atol=1e-2, rtol=0)
+    if choice.feasible == "simplex":
+        torch.testing.assert_close(p.double().sum(-1), torch.ones(6).double(), atol=1e-2, rtol=0)
     (g,) = torch.autograd.grad((p * p).sum() + value.sum(), z)
     assert g.dtype == dtype
     assert g.isfinite().all()
@@ -262,7 +286,7 @@ def test_the_jacobian_product_is_the_derivative(choice: Choice, z: Tensor) -> No
     p, v = choice.weights(z), draw(3, 7, seed=2)
     _, tangent = jvp(choice.weights, (z,), (v,))
     torch.testing.assert_close(choice.jacobian_product(p, v), tangent)
-    common = torch.ones_like(v)
+    common = float(choice.feasible == "simplex") * torch.ones_like(v)
     torch.testing.assert_close(choice.jacobian_product(p, common), 0.0 * common)
 
 
@@ -358,14 +382,17 @@ def solved_by_cvxpy(choice: Choice, z: Tensor, log_prior: Tensor) -> Tensor:
         Capped: lambda: -cp.sum(cp.entr(p)),
         Sparsemax: lambda: cp.sum_squares(p) / 2,
         Hard: lambda: 0.0,
+        Sigmoid: lambda: -cp.sum(cp.entr(p) + cp.entr(1 - p)) - choice.log_odds * cp.sum(p),
         Entmax: lambda: (
             # below 1.5 the power cone is the more exact form, from there on the rational one
             cp.sum(cp.power(p, choice.alpha, approx=choice.alpha >= 1.5))
             / (choice.alpha * (choice.alpha - 1))
         ),
     }[type(choice)]()
-    rules = [p >= 0, cp.sum(p) == 1] + ([p <= choice.ceiling] if choice.ceiling < 1 else [])
-    problem = cp.Problem(cp.Maximize((x - x.max()).numpy() @ p - omega), rules)
+    rules = [p >= 0] + ([p <= choice.ceiling] if choice.ceiling < 1 else [])
+    if choice.feasible == "simplex":
+        x, rules = x - x.max(), [*rules, cp.sum(p) == 1]
+    problem = cp.Problem(cp.Maximize(x.numpy() @ p - omega), rules)
     problem.solve(solver=cp.CLARABEL, tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1e-14)
     return torch.zeros_like(z).masked_scatter(allowed, torch.from_numpy(p.value))
 
@@ -385,7 +412,10 @@ def test_wild_inputs_have_a_defined_answer(choice: Choice, rows: list[float]) ->
     p, value = choice.weights(z, prior), choice.value(z, prior)
     possible = bool(((z > -INF) & (prior > -INF)).any())
     assert p.isfinite().all()
-    assert bool(value.isfinite()) == possible
-    assert abs(float(p.detach().double().sum()) - possible) < 1e-5
+    if choice.feasible == "simplex":
+        assert bool(value.isfinite()) == possible
+        assert abs(float(p.detach().double().sum()) - possible) < 1e-5
+    else:
+        assert value.isfinite()
     gradients = torch.autograd.grad((p * p).sum() + value, (z, prior), allow_unused=True)
     assert all(g is None or g.isfinite().all() for g in gradients)
