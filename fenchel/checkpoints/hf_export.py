@@ -19,7 +19,7 @@ tables and repeated tensors that the model does not need are left out.
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,12 +100,15 @@ def save(
     config, weights = export_state(model)
     source = _Source.of(model, tokenizer)
     config, attached = source.without_attached(config)
-    family = family_for(config, weights, source.config.get("model_type"))
-    if steered := sorted(weights.keys() - meta_state_dict(config).keys()):
+    try:
+        family = family_for(config, weights, source.config.get("model_type"))
+    except ValueError as error:
+        if config.bias == model.config.bias:
+            raise
         raise ValueError(
-            f"the model is steered and {family.name} has no {steered[0]} to hold the direction; "
-            "save the model without it, beside the file of the direction."
-        )
+            f"a direction is saved as a bias, and {error} Save the model without the direction, "
+            "beside the file of it."
+        ) from None
     theirs = write_weights(weights, family, config, dtype)
     tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
@@ -149,20 +152,31 @@ class _Source(NamedTuple):
     def without_attached(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
         """The settings without the map that was attached to the source, and the field for it."""
         record = self.config.get(FIELD)
-        if record is None or choice_from_record(record) != layer_choice(config, 0):
+        if record is None or config.entmax_alpha_learned:  # which no record holds
+            return config, {}
+        if choice_from_record(record) != layer_choice(config, 0):
             return config, {}
         return replace(config, choice="softmax", entmax_alpha=_ALPHA, beta=1.0), {FIELD: record}
 
 
 def export_state(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Settings and weights without reparametrisation: gain W / sigma(W) becomes a plain matrix."""
-    weights = dict(model.state_dict())
+    """Settings and weights without reparametrisation: gain W / sigma(W) becomes a plain matrix.
+
+    A steered model has a bias in some blocks (``Transformer.steered``); where its settings have
+    none, they get biases, and those of all other maps are zero.
+    """
+    weights, config = dict(model.state_dict()), replace(model.config, sigma_reparam=False)
     for name, module in model.named_modules():
         if isinstance(module, SigmaLinear):
             weights[f"{name}.weight"] = matrix_of(module).detach()
             for part in ("gain", "left", "right"):
                 del weights[f"{name}.{part}"]
-    return replace(model.config, sigma_reparam=False), weights
+    if weights.keys() - meta_state_dict(config).keys():
+        config = replace(config, bias=True, qkv_bias=None)
+        for name, empty in meta_state_dict(config).items():
+            if name not in weights:
+                weights[name] = model.lm_head_weight.detach().new_zeros(empty.shape)
+    return config, weights
 
 
 def write_directory(
@@ -291,20 +305,24 @@ def convert(
     dtype: torch.dtype | None = None,
     which: str = "best",
     adapter: str | Path | None = None,
+    change: Callable[[Transformer], Transformer] | None = None,
     overwrite: bool = False,
 ) -> Converted:
     """Write a run or a Hugging Face directory as the Hugging Face directory ``target``.
 
     ``which`` selects the ``best`` or the ``newest`` checkpoint of a run; ``adapter`` is a directory
-    of PEFT that is merged into the weights.
+    of PEFT that is merged into the weights; ``change`` gives the model that is written instead of
+    the one that was read, such as a steered one.
     """
     source, target = Path(source), Path(target)
     reads = [source, adapter, *bases(source)]  # checked before the work
     require_free(target, overwrite=overwrite, reads=reads)
-    if adapter is None and not is_run(source) and has_file(source, CONFIG):
+    as_it_is = adapter is None and change is None
+    if as_it_is and not is_run(source) and has_file(source, CONFIG):
         return _recast(source, target, dtype, overwrite=overwrite)
     wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
     model, tokenizer, _ = load(source, which=which, adapter=adapter, dtype=wide)
+    model = model if change is None else change(model)
     family = save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
     _, weights = export_state(model)
     kind = dtype or next(iter(weights.values())).dtype

@@ -41,7 +41,7 @@ from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import AdapterWeights, adapters, add_lora, merge
 from fenchel.model.transformer import Transformer, meta_model
 
-_TENSORS_PER_LAYER = 6  # the fewest that a block of a Transformer has
+_TENSORS_PER_LAYER = 4  # the fewest that a block of a Transformer has: qkv, out, up, down
 _BESIDE = (CONFIG, *JSON_FILES, *TEXT_FILES)
 
 

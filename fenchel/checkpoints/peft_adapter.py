@@ -47,7 +47,6 @@ from fenchel.checkpoints.directory import (
 )
 from fenchel.checkpoints.safetensors_header import read_header
 from fenchel.files import printable
-from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, Match, family_for
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.tensor_rows import TRANSPOSED
@@ -95,6 +94,15 @@ def family_of_model(model: Transformer) -> Family:
     return family_for(model.config, weights, config.get("model_type"))
 
 
+def require_exchange(family: Family) -> None:
+    """Refuse a family whose queries and gates lie side by side in one matrix, head by head."""
+    if any(row.layout.alone for row in family.tensors):
+        raise ValueError(
+            f"adapters of {family.name} are not exchanged with PEFT: one matrix of its files holds "
+            "rows of two of ours in turn; merge them into the weights."
+        )
+
+
 def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The files and tensors of a PEFT directory for a model with adapters.
 
@@ -103,11 +111,12 @@ def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dic
     family, layers = family_of_model(model), list(lora_layers(model))
     if not layers:
         raise ValueError("the model has no adapters to write.")
+    require_exchange(family)
     rank, scale = layers[0][1].rank, layers[0][1].scale
     modules: dict[str, Pair] = {}
     for name, layer in layers:
         (match,) = family.matches(model.config, [f"{name}.weight"])
-        for pair in _pairs(layer, match, model):
+        for pair in _pairs(layer, match):
             if (other := modules.get(pair.module)) is not None:  # side by side
                 A, B = torch.cat((other.A, pair.A)), torch.cat((other.B, pair.B), dim=1)
                 pair = Pair(pair.module, A, B)
@@ -139,7 +148,7 @@ def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dic
     return {ADAPTER_CONFIG: json.dumps(settings, indent=2, sort_keys=True) + "\n"}, tensors
 
 
-def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
+def _pairs(layer: LoraLinear, match: Match) -> list[Pair]:
     """The adapters of one of our maps, as those of the maps of the family that hold it."""
     modules = [name.removesuffix(".weight") for name in match.theirs]
     A: Tensor = layer.lora_A
@@ -152,16 +161,13 @@ def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
                 zip(layer.parts, layer.pairs(), strict=True)
             ):
                 B[start:stop, n * layer.rank : (n + 1) * layer.rank] = B_p
-        rows = B if match.layout is TRANSPOSED else match.layout.split(B, model.config)[0]
+        rows = B if match.layout is TRANSPOSED else match.split(B)[0]
         before = match.layout.part * len(rows)
         after = (match.layout.parts - 1) * len(rows) - before
         return [Pair(modules[0], A, pad(rows, (0, 0, before, after)))]
     if single:
-        return [
-            Pair(module, A, rows)
-            for module, rows in zip(modules, match.layout.split(B, model.config), strict=True)
-        ]
-    sizes = [len(rows) for rows in match.layout.split(layer.weight, model.config)]
+        return [Pair(module, A, rows) for module, rows in zip(modules, match.split(B), strict=True)]
+    sizes = [len(rows) for rows in match.split(layer.weight)]
     stops = list(accumulate(sizes))
     ranges = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
     pairs = []
@@ -169,7 +175,7 @@ def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
         rows = B_p.new_zeros(layer.out_features, B_p.shape[1])
         rows[start:stop] = B_p
         number = ranges.index((start, stop))
-        pairs.append(Pair(modules[number], A_p, match.layout.split(rows, model.config)[number]))
+        pairs.append(Pair(modules[number], A_p, match.split(rows)[number]))
     return pairs
 
 
@@ -191,19 +197,19 @@ class _Place(NamedTuple):
     number: int
     """Which of the family's maps that it holds."""
 
-    def outputs(self, config: ModelConfig) -> int:
+    def outputs(self) -> int:
         """How many rows of the family's map are in ours."""
-        part = self.match.layout.split(self.linear.weight, config)[self.number]
+        part = self.match.split(self.linear.weight)[self.number]
         return part.shape[1 if self.match.layout is TRANSPOSED else 0]
 
-    def add(self, product: Tensor, config: ModelConfig) -> None:
+    def add(self, product: Tensor) -> None:
         """Add those rows of the product of an adapter, (O, I), in its dtype."""
         layout, weight = self.match.layout, self.linear.weight
-        theirs = [part.to(product.dtype) for part in layout.split(weight, config)]
+        theirs = [part.to(product.dtype) for part in self.match.split(weight)]
         theirs[self.number] = theirs[self.number] + (
             product.t() if layout is TRANSPOSED else product
         )
-        joined = theirs[0] if layout.parts > 1 else layout.join(theirs, config)
+        joined = theirs[0] if layout.parts > 1 else self.match.join(theirs)
         whole = joined.to(weight.dtype)
         self.linear.weight = nn.Parameter(whole.contiguous(), weight.requires_grad)
 
@@ -236,12 +242,13 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
         raise ValueError(f"{path} needs a model of plain linear maps; convert the model first.")
     directory = open_adapter(path)
     family = family_of_model(model)
+    require_exchange(family)
     places = _linear_maps(family, model)
     with open_tensors(directory) as tensors:
         merged = []
         for module, names in _modules(directory, places, family):
             weight = places[module][0].linear.weight
-            rows = [place.outputs(model.config) for place in places[module]]
+            rows = [place.outputs() for place in places[module]]
             outputs, inputs = sum(rows), places[module][0].linear.in_features
             A, B = (directory.tensors[names[part]].entry for part in "AB")
             R = A.shape[0]
@@ -256,7 +263,7 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
                 require_finite(factor, f"{path}: {names[part]}")
             product = _scale(directory, module, R) * (factors[1] @ factors[0])
             for place, part_OI in zip(places[module], torch.split(product, rows), strict=True):
-                place.add(part_OI, model.config)
+                place.add(part_OI)
             merged.append(module)
     return merged
 

@@ -111,7 +111,7 @@ class Progress:
     loss_count: int = 0
     """Number of losses in ``loss_sum``."""
     best: float | None = None
-    """Lowest validation loss so far."""
+    """Lowest validation loss so far, of steps that are saved."""
     best_step: int | None = None
     """The step that had it."""
     metrics_bytes: int = 0
@@ -126,11 +126,14 @@ def save(
     checkpoints: Path,
     progress: Progress,
     weights: Mapping[str, Tensor],
-    optimiser: Stateful,
+    optimiser: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Path:
-    """Commit one checkpoint; NoSpace when the disk cannot take it, with nothing left behind."""
-    tensors, rest = flatten(optimiser.state_dict())
+    """Commit one checkpoint; NoSpace when the disk cannot take it, with nothing left behind.
+
+    ``optimiser`` is the ``state_dict()`` of one that is ``Stateful``.
+    """
+    tensors, rest = flatten(optimiser)
     size = tensor_bytes(weights) + tensor_bytes(tensors)
     path = make_room(checkpoints, progress.step, size)
     try:

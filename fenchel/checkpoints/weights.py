@@ -11,6 +11,7 @@ layer by layer, and so are matrices that a family stores transposed (GPT-2) or i
 of everything.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,18 +40,18 @@ def read_weights(
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """The state dict of a Transformer from a directory of a family, in ``dtype`` or as stored."""
-    directory = with_current_names(directory, family)
+    directory = with_current_names(directory, family, config)
     require_enough_tensors(directory, config, listed=config.experts * family.lists_experts)
     ours = meta_state_dict(config)
     matches = _without_prefix(family.matches(config, ours), family, directory)
-    shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches, config)}
+    shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches)}
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
     with open_tensors(directory, dtype) as tensors:
         _require_copies(directory, family, matches, tensors)
         return {
-            match.ours: match.layout.join(
-                [_finite(tensors, name, directory).to(dtype) for name in match.theirs], config
+            match.ours: match.join(
+                [_finite(tensors, name, directory).to(dtype) for name in match.theirs]
             )
             for match in matches
         }
@@ -84,23 +85,24 @@ def write_weights(
         return tensor
 
     matches = family.matches(config, weights)
-    return {name: as_stored(name, tensor) for name, tensor in _laid_out(weights, matches, config)}
+    return {name: as_stored(name, tensor) for name, tensor in _laid_out(weights, matches)}
 
 
-def _laid_out(
-    ours: Mapping[str, Tensor], matches: Iterable[Match], config: ModelConfig
-) -> Iterator[tuple[str, Tensor]]:
+def _laid_out(ours: Mapping[str, Tensor], matches: Iterable[Match]) -> Iterator[tuple[str, Tensor]]:
     """Our tensors as those of a family, by name; several of ours may be in one of theirs."""
     pending: dict[str, dict[int, Tensor]] = {}
     for match in matches:
         layout = match.layout
-        for name, tensor in zip(match.theirs, layout.split(ours[match.ours], config), strict=True):
+        tensors = match.split(ours[match.ours])
+        for n, (name, tensor) in enumerate(zip(match.theirs, tensors, strict=True)):
+            if layout.parts == 1 or n in layout.alone:
+                yield name, tensor
+                continue
             parts = pending.setdefault(name, {})
             parts[layout.part] = tensor
             if len(parts) == layout.parts:
                 del pending[name]
-                whole = [parts[number] for number in range(layout.parts)]
-                yield name, whole[0] if layout.parts == 1 else layout.merge(whole)
+                yield name, layout.merge([parts[number] for number in range(layout.parts)])
 
 
 def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
@@ -113,13 +115,17 @@ def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
         ) from None
 
 
-def with_current_names(directory: CheckpointDirectory, family: Family) -> CheckpointDirectory:
-    """The directory without tensors that a family ignores, legacy names replaced."""
-    tensors = {}
+def with_current_names(
+    directory: CheckpointDirectory, family: Family, config: ModelConfig
+) -> CheckpointDirectory:
+    """The directory without tensors that the model does not need, legacy names replaced."""
+    tensors, unused = {}, family.unused(config)
     for stored_name, location in directory.tensors.items():
         if family.is_ignored(stored_name):
             continue
         name = family.current_name(stored_name)
+        if unused is not None and re.fullmatch(unused, name):
+            continue
         if name in tensors:
             raise Damaged(f"{directory.path} holds {printable(name)} under two names.")
         tensors[name] = location
@@ -142,9 +148,10 @@ def require_enough_tensors(
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
     if per_layer * layers > (count := len(directory.tensors)):
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
-    if listed * layers > count:
+    routed = sum(map(config.has_experts, range(layers)))
+    if listed * routed > count:
         raise ValueError(
-            f"{directory.path} holds {count} tensors, too few for {listed} experts in {layers} "
+            f"{directory.path} holds {count} tensors, too few for {listed} experts in {routed} "
             "layers."
         )
     if config.layers > MAX_LAYERS:  # shared layers need no further tensors
@@ -155,9 +162,10 @@ def require_enough_tensors(
     sizes = {
         "the vocabulary": config.vocabulary,
         "the residual stream": config.width,
-        "the MLP": config.mlp_width,
+        "the MLP": max(config.mlp_width, config.shared_hidden or 0, config.dense_hidden or 0),
         "the experts": config.experts,
-        "all heads together": config.heads * config.head_width,
+        "all heads together": config.heads * (config.full_head_size or config.head_width),
+        "the embedding of all layers": config.layers * config.per_layer_width,
     }
     for what, size in sizes.items():
         if size > largest:

@@ -2,7 +2,18 @@
 
     q, k, v = W_q x, W_k x, W_v x                 one product for all three
     q, k    = rotary(norm(q)), rotary(norm(k))    by the settings; q times a factor of its position
+    v       = norm(v)                             where values are normalised; v may be W_k x
     out     = W_o (g * attend(q, k, v))           with an output gate g = sigmoid(W_g x), else g = 1
+
+A layer may have no keys and values and attend to those of an earlier one (``kv_source``); it then
+makes queries only, and cached are the keys and values of the earlier layer alone.
+
+Under ``entmax_alpha_learned`` every head h has its own exponent of entmax, with a_h a parameter and
+l, u the ends of its range (``LEARNED_ALPHA``),
+
+    alpha_h = l + (u - l) sigmoid(a_h),    d alpha_h / d a_h = (alpha_h - l) (u - alpha_h) / (u - l)
+
+and the derivative of the weights in alpha is that of fenchel/choice/entmax.py.
 
 A gate per head is a sink whose score follows the others, r = log Z - logit g
 (docs/maths/attention.md).
@@ -14,8 +25,8 @@ are, with scale = tau unless ``score_scale`` is set,
 
     -scale |z_i - z_j|^2 = scale (2 z_i.z_j - |z_j|^2) - scale |z_i|^2.
 
-The last term is the same for all keys of a query, and no choice map depends on a common shift. So
-this is dot-product attention with one more coordinate, at the scale 2 scale,
+The last term is the same for all keys of a query, and no choice map over the simplex depends on a
+common shift. So this is dot-product attention with one more coordinate, at the scale 2 scale,
 
     (z_i, 1) . (z_j, -|z_j|^2 / 2),
 
@@ -24,10 +35,13 @@ and every back end serves it.
 B sequences, T new positions, S positions with those in the cache, M width of the stream, H heads,
 G heads of keys and values, D width per head.
 
+Correia, Niculae and Martins (2019), Adaptively sparse transformers.
 Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +50,10 @@ from torch.nn.functional import pad, softplus
 from fenchel.attention import Angles, Causal, Prior, Window, attend, rotate
 from fenchel.attention.bias import add_sink
 from fenchel.attention.spec import AttentionCall, AttentionSpec
-from fenchel.choice import Choice, by_name
-from fenchel.model.config import ModelConfig
+from fenchel.choice import Choice, Entmax, by_name
+from fenchel.model.config import LEARNED_ALPHA, ModelConfig
 from fenchel.model.forward_context import CrossAttentionCache, ForwardContext, with_token_mask
-from fenchel.model.norm import norm
+from fenchel.model.norm import RMSNorm, norm
 from fenchel.model.sigma_linear import linear_map, matrix_of
 
 CAUSAL = Causal()
@@ -69,31 +83,75 @@ def layer_mask(config: ModelConfig, layer: int) -> Prior | None:
 
 
 def layer_choice(config: ModelConfig, layer: int) -> Choice:
-    """The choice map of a layer."""
-    return by_name(config.choice_of(layer), alpha=config.entmax_alpha, beta=config.beta)
+    """The choice map of a layer; with learned exponents that of a fresh one."""
+    settings = {"alpha": config.entmax_alpha, "beta": config.beta, "log_odds": config.log_odds}
+    return by_name(config.choice_of(layer), **settings)
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention with grouped keys and values (MHA, GQA, MQA)."""
+class AttentionHeads(nn.Module):
+    """Heads that choose among keys by one map, or by entmax with an exponent each."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.fixed_choice = layer_choice(config, layer)
+        """The map with numbers, of which learned exponents replace alpha."""
+        self.alpha_logit: nn.Parameter | None = None
+        if config.learns_alpha(layer):
+            low, high = LEARNED_ALPHA
+            odds = (config.entmax_alpha - low) / (high - config.entmax_alpha)
+            self.alpha_logit = nn.Parameter(torch.full((config.heads,), math.log(odds)))
+            """a of the module docstring."""
+
+    @property
+    def choice(self) -> Choice:
+        """The map of all heads, for scores (B, H, T, S)."""
+        if self.alpha_logit is None:
+            return self.fixed_choice
+        assert isinstance(self.fixed_choice, Entmax)
+        wide = torch.promote_types(self.alpha_logit.dtype, torch.float32)
+        low, high = LEARNED_ALPHA
+        alpha = low + (high - low) * torch.sigmoid(self.alpha_logit.to(wide))
+        return replace(self.fixed_choice, alpha=alpha.view(-1, 1, 1))
+
+
+class Attention(AttentionHeads):
+    """Multi-head self-attention with grouped keys and values (MHA, GQA, MQA)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        source = config.kv_source(layer)
+        assert source is not None  # ModelConfig requires it
+        self.kv_source, self.borrows = source, source != layer
+        self.lends = any(config.kv_source(n) == layer for n in range(layer + 1, config.layers))
+        config = config.at_layer(layer)
         H, G, D = config.heads, config.groups, config.head_width
         self.heads, self.groups, self.head_width = H, G, D
         self.layer, self.dropout = layer, _dropout(config)
-        self.choice = layer_choice(config, layer)
         self.mask, self.local = layer_mask(config, layer), config.window(layer) is not None
         self.scale, self.softcap = config.score_scale, config.softcap
         self.rotary_layout, self.l2 = config.rotary_layout, config.scores == "l2"
         self.rotates, self.joint_norm = config.rotates(layer), config.qk_norm_width == "all"
-        self.query_growth = config.query_growth
-        rows = 2 * H * D if self.l2 else (H + 2 * G) * D
+        self.tempered, self.window = config.tempered(layer), config.window(layer)
+        self.length_scale = None
+        if self.tempered and config.temperature == "log":
+            once = math.log(max(2, self.window or config.context))
+            self.length_scale = nn.Parameter(torch.full((H,), 1.0 / once))
+            """s of Scalable-Softmax, at first such that the longest query has the factor 1."""
+        own, full = source == layer, config.window(layer) is None
+        values = 0 if config.keys_as_values and full else G * D
+        self.rows = [H * D, G * D, values] if own else [H * D, 0, 0]
+        """Rows of ``qkv`` for queries, keys and values."""
+        rows = 2 * H * D if self.l2 else sum(self.rows)
         sigma = config.sigma_reparam
         self.qkv = linear_map(config.width, rows, bias=config.has_qkv_bias, sigma=sigma)
         joint = self.joint_norm
         self.q_norm = norm(config, H * D if joint else D) if config.qk_norm else None
-        self.k_norm = norm(config, G * D if joint else D) if config.qk_norm else None
-        self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
+        self.k_norm = norm(config, G * D if joint else D) if config.qk_norm and own else None
+        self.v_norm = RMSNorm(D, config.epsilon, False) if config.value_norm and own else None
+        kind = config.sink_score if config.sinks else None
+        self.off_by_one = kind == "zero"
+        self.sink = nn.Parameter(torch.zeros(H)) if kind == "head" else None
+        self.sink_map = nn.Linear(config.width, H) if kind == "token" else None
         self.output_gate: nn.Linear | None = None
         if config.gate_width:
             bias = config.has_qkv_bias
@@ -105,6 +163,24 @@ class Attention(nn.Module):
         """Rotary angles of the queries and keys of this layer; None where it does not rotate."""
         return context.rotary[int(self.local)] if self.rotates else None
 
+    def temperature(self, context: ForwardContext) -> Tensor | None:
+        """The factor on queries by position, which broadcasts to (B, H, T, 1); None is 1."""
+        beta = context.query_scale
+        if beta is None or not self.tempered:
+            return None
+        if self.length_scale is None:
+            return beta
+        if self.window is not None:  # no query of this layer sees more keys
+            beta = beta.clamp(max=math.log(max(2, self.window)))
+        return self.length_scale.view(-1, 1, 1) * beta
+
+    def sink_scores(self, x_BTM: Tensor) -> Tensor | None:
+        """The scores of the sink, (H,) or (B, H, T); None where the layer has none."""
+        if self.sink_map is None:
+            return x_BTM.new_zeros(self.heads) if self.off_by_one else self.sink
+        scores: Tensor = self.sink_map(x_BTM).transpose(1, 2)
+        return scores
+
     @property
     def spec(self) -> AttentionSpec:
         """How the layer attends to sequences without padding, position bias or sink."""
@@ -114,18 +190,25 @@ class Attention(nn.Module):
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer
         q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, self.angles(context))
-        if context.query_scale is not None:
-            q_BHTD = q_BHTD * context.query_scale
+        if (beta := self.temperature(context)) is not None:
+            q_BHTD = q_BHTD * beta
         key_positions = None
-        if context.cache is not None:
+        if self.borrows:
+            k_BGTD, v_BGTD = context.lent_kv[self.kv_source]
+        elif context.cache is not None:
             k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)
-            if q_BHTD.shape[2] == 1:
-                key_positions = context.cache.key_positions(layer)
+        elif context.part is not None:
+            k_BGTD, v_BGTD = context.part.gather(k_BGTD, v_BGTD)
+        if self.lends:
+            context.lent_kv[layer] = k_BGTD, v_BGTD
+        if context.cache is not None and q_BHTD.shape[2] == 1:
+            key_positions = context.cache.key_positions(layer)
         if context.part is not None:
             return self._attend_part(q_BHTD, k_BGTD, v_BGTD, x_BTM, context, layer)
         if context.observe is not None:
             context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
-        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context, key_positions)
+        sink = self.sink_scores(x_BTM)
+        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context, key_positions, sink)
         override = context.attention_override
         o_BHTD = None if override is None else override(layer, call)
         if o_BHTD is None:
@@ -154,15 +237,15 @@ class Attention(nn.Module):
         context: ForwardContext,
         layer: int,
     ) -> Tensor:
-        """The output for some positions of the sequences; others compute the rest of k and v."""
+        """The output for some positions of the sequences, from k and v of all of them."""
         assert context.part is not None
-        k, v = context.part.gather(k, v)
-        p, outputs = self.dropout if self.training else 0.0, []
+        p, outputs, sink = self.dropout if self.training else 0.0, [], self.sink_scores(x_BTM)
         for rows, end in context.part.chunks(k.shape[2]):
             chunk = q[:, :, rows], k[:, :, :end], v[:, :, :end]
             if context.observe is not None:
                 context.observe(layer, *chunk)
-            outputs.append(_attend(self.attention_call(*chunk, context), p))
+            own = sink if sink is None or sink.dim() == 1 else sink[:, :, rows]
+            outputs.append(_attend(self.attention_call(*chunk, context, sink=own), p))
         return self._project_out(torch.cat(outputs, dim=2), x_BTM)
 
     def attention_call(
@@ -172,39 +255,53 @@ class Attention(nn.Module):
         v: Tensor,
         context: ForwardContext,
         key_positions: Tensor | None = None,
+        sink: Tensor | None = None,
     ) -> AttentionCall:
-        """The call of ``attend`` for q (B, H, T, D) and k, v (B, G, S, D)."""
+        """The call of ``attend`` for q (B, H, T, D) and k, v (B, G, S, D).
+
+        ``sink`` are the scores of ``sink_scores``.
+        """
         prior, scale = context.prior(self.mask, q, k, key_positions), self.scale
         if self.l2:
             scale = 2 * AttentionSpec(scale=scale).scale_for(self.head_width)
             q, k = l2_as_dot_product(q, k)
-        if self.sink is not None:
-            k, v, prior = add_sink(k, v, self.sink, prior)
+        if sink is not None:
+            k, v, prior = add_sink(k, v, sink, prior)
         return AttentionCall(q, k, v, AttentionSpec(self.choice, prior, scale, self.softcap))
 
     def _project(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
-        H, G, D = self.heads, self.groups, self.head_width
+        H, D = self.heads, self.head_width
         if self.l2:
             return self._project_l2(x_BTM, rotary)
         qkv = self.qkv(x_BTM)
-        if rotary is None and self.q_norm is None:
-            q, k, v = (_heads(part, D) for part in torch.split(qkv, [H * D, G * D, G * D], dim=-1))
-            return q, k, v
+        if rotary is None and self.q_norm is None and self.rows[2]:
+            q, k, v = (_heads(part, D) for part in torch.split(qkv, self.rows, dim=-1))
+            return q, k, self._normalise_values(v)
         # Cut before the axis of the heads moves to the front: the gradients are then joined in the
         # order in which they lie in memory.
-        qk, v = torch.split(qkv, [(H + G) * D, G * D], dim=-1)
-        if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [H * D, G * D], dim=-1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-1)
-        qk, v_BGTD = _heads(qk, D), _heads(v, D)
-        if not self.joint_norm and self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [H, G], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        HD, GD, own_values = self.rows
+        qk, v = torch.split(qkv, [HD + GD, own_values], dim=-1)
+        v_BGTD = _heads(v if own_values else qk[..., HD:], D)
+        if self.joint_norm:
+            qk = self._normalise(qk, [HD, GD], -1)
+        qk = _heads(qk, D)
+        if not self.joint_norm:
+            qk = self._normalise(qk, [H, GD // D], 1)
         if rotary is not None:
             qk = rotate(qk, rotary, layout=self.rotary_layout)
-        q_BHTD, k_BGTD = torch.split(qk, [H, G], dim=1)
-        return q_BHTD, k_BGTD, v_BGTD
+        q_BHTD, k_BGTD = torch.split(qk, [H, GD // D], dim=1)
+        return q_BHTD, k_BGTD, self._normalise_values(v_BGTD)
+
+    def _normalise(self, qk: Tensor, sizes: list[int], dim: int) -> Tensor:
+        """Queries and keys, side by side along ``dim``, each by its norm."""
+        if self.q_norm is None:
+            return qk
+        q, k = torch.split(qk, sizes, dim=dim)
+        return torch.cat((self.q_norm(q), k if self.k_norm is None else self.k_norm(k)), dim=dim)
+
+    def _normalise_values(self, v_BGTD: Tensor) -> Tensor:
+        return v_BGTD if self.v_norm is None else self.v_norm(v_BGTD)
 
     def _project_l2(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """One z for queries and keys, and v = tau W_v W_q^T z."""
@@ -217,16 +314,15 @@ class Attention(nn.Module):
         return z_BHTD, z_BHTD, v_BHTD
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(AttentionHeads):
     """Multi-head attention of the decoder's positions to the encoder's output."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(config, layer)
         M, H, G, D = config.width, config.heads, config.groups, config.head_width
         self.groups, self.head_width, self.layer = G, D, layer
         self.dropout = _dropout(config)
         self.scale, self.softcap = config.score_scale, config.softcap
-        self.choice = layer_choice(config, layer)
         bias, sigma = config.has_qkv_bias, config.sigma_reparam
         self.q = linear_map(M, H * D, bias=bias, sigma=sigma)
         self.kv = linear_map(M, 2 * G * D, bias=bias, sigma=sigma)
@@ -273,8 +369,8 @@ def _attend(call: AttentionCall, dropout: float) -> Tensor:
 
 def _heads(x_BTC: Tensor, D: int) -> Tensor:
     """(B, T, heads D) -> (B, heads, T, D)."""
-    B, T, _ = x_BTC.shape
-    return x_BTC.view(B, T, -1, D).transpose(1, 2)
+    B, T, C = x_BTC.shape
+    return x_BTC.view(B, T, C // D, D).transpose(1, 2)
 
 
 def _dropout(config: ModelConfig) -> float:

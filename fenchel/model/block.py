@@ -6,6 +6,13 @@
     after      x = x + a post_norm(f(x))           both, with the identity for norm
     parallel   x = x + a attention(norm(x)) + a mlp(norm'(x))
 
+In a layer of ``delta_layers`` a gated DeltaNet (delta_net.py) stands in the place of attention.
+
+With ``per_layer_width`` a third branch reads an embedding e of the token that is this layer's own
+(fenchel/model/transformer.py), and with ``layer_scale`` a block ends with a factor s:
+
+    x = x + a norm(W_out (f(W_gate x) * e)),    x = s x
+
 a is ``residual_scale``, 1 unless set. Under initial="zero" the last map of every branch starts at
 zero, so a fresh pre-norm block is the identity and a deep stack of them trains from the first step.
 
@@ -42,15 +49,18 @@ from torch.utils.checkpoint import checkpoint
 from fenchel.attention import ALiBi, Dense, Prior, RelativeBias
 from fenchel.model.attention import Attention, CrossAttention
 from fenchel.model.config import ModelConfig
+from fenchel.model.delta_net import GatedDeltaNet
 from fenchel.model.forward_context import ForwardContext, Observer
-from fenchel.model.mlp import MixtureOfExperts, Mlp
+from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts, Mlp
 from fenchel.model.norm import norm
 
 NO_CONTEXT = ForwardContext()
 
 
 class Block(nn.Module):
-    """Attention, cross-attention where there is an encoder, and an MLP: residual branches."""
+    """Attention or DeltaNet, cross-attention beside an encoder, and an MLP: residual branches."""
+
+    layer_scale: Tensor | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -60,7 +70,9 @@ class Block(nn.Module):
             return nn.Identity() if after or first else norm(config)
 
         self.attention_norm = norm_before(first=layer == 0 and not config.first_norm)
-        self.attention = Attention(config, layer)
+        self.attention: Attention | GatedDeltaNet = (
+            GatedDeltaNet(config, layer) if config.is_delta(layer) else Attention(config, layer)
+        )
         self.attention_post_norm = norm(config) if both else None
         if config.kind == "encoder-decoder":
             self.cross_attention_norm: nn.Module | None = norm_before()
@@ -70,8 +82,15 @@ class Block(nn.Module):
             self.cross_attention_norm = self.cross_attention = None
             self.cross_attention_post_norm = None
         self.mlp_norm = norm_before()
-        self.mlp = MixtureOfExperts(config) if config.experts else Mlp(config)
+        self.mlp = (MixtureOfExperts if config.has_experts(layer) else Mlp)(config.at_layer(layer))
         self.mlp_post_norm = norm(config) if both else None
+        self.per_layer_gate = self.per_layer_out = self.per_layer_norm = None
+        if P := config.per_layer_width:
+            self.per_layer_gate = nn.Linear(config.width, P, bias=False)
+            self.per_layer_out = nn.Linear(P, config.width, bias=False)
+            self.per_layer_norm = norm(config)
+        self.activation = ACTIVATIONS[config.mlp]
+        self.register_buffer("layer_scale", torch.ones(1) if config.layer_scale else None)
         self.post, self.parallel = config.norm_place == "post", config.parallel
         self.scale, self.dropout = config.branch_scale, config.dropout
         self.shared = config.block_count < config.layers
@@ -89,6 +108,17 @@ class Block(nn.Module):
 
     def branches(self, x_BTM: Tensor, context: ForwardContext, layer: int | None) -> Tensor:
         """What ``forward`` computes, once, or again in the backward pass."""
+        x_BTM = self._attention_and_mlp(x_BTM, context, layer)
+        if self.per_layer_gate is not None and self.per_layer_out is not None:
+            assert context.per_layer is not None  # Transformer.forward computes it
+            e_BTP = context.per_layer[:, :, self.attention.layer]
+            branch = self.per_layer_out(self.activation(self.per_layer_gate(x_BTM)) * e_BTP)
+            x_BTM = self._add(x_BTM, branch, self.per_layer_norm)
+        return x_BTM if self.layer_scale is None else x_BTM * self.layer_scale
+
+    def _attention_and_mlp(
+        self, x_BTM: Tensor, context: ForwardContext, layer: int | None
+    ) -> Tensor:
         if self.post:
             return self._forward_post_norm(x_BTM, context, layer)
         attended = self.attention(self.attention_norm(x_BTM), context, layer)
@@ -130,6 +160,7 @@ def _recomputed(block: Block, x_BTM: Tensor, context: ForwardContext, layer: int
     """
     branches = block.branches  # as it is now: training may have put a compiled one in its place
     priors, buffers = dict(context.priors), [b.clone() for b in block.buffers()]
+    lent = dict(context.lent_kv)
     observe = None if context.observe is None else _kept(context.observe)
     first: ForwardContext | None = replace(context, observe=observe)
 
@@ -139,7 +170,7 @@ def _recomputed(block: Block, x_BTM: Tensor, context: ForwardContext, layer: int
             if first is not None:
                 given, first = first, None
                 return branches(x_BTM, given, layer)
-            again = replace(context, observe=None, priors=dict(priors))
+            again = replace(context, observe=None, priors=dict(priors), lent_kv=dict(lent))
             with _state_of_first_pass(block, buffers):
                 return branches(x_BTM, again, layer)
 

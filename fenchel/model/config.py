@@ -9,12 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fenchel.choice import by_name
+from fenchel.choice import MAPS, by_name
 from fenchel.choice.by_name import maps_with
 from fenchel.config import Use, read_with, require_read
 
 LARGEST = 2**24
 """The largest size accepted: a product of two stays far below the limit of a tensor."""
+LEARNED_ALPHA = 1.05, 2.0
+"""The range of a learned exponent: weights lose digits below it, and bounds above it."""
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 _KINDS = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
@@ -24,9 +26,12 @@ _KINDS = {
     "qk_norm_width": ("head", "all"),
     "positions": ("rotary", "learned", "sinusoidal", "alibi", "buckets", "none"),
     "rotary_layout": ("half", "pairs"),
-    "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3", "longrope"),
+    "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3", "longrope", "proportional"),
     "mlp": (*GATED, "gelu", "gelu_tanh", "relu", "relu2"),
     "scores": ("dot", "l2"),
+    "temperature": ("none", "log", "stepped"),
+    "temperature_layers": ("all", "unrotated"),
+    "sink_score": ("head", "zero", "token"),
     "gate": ("none", "head", "element"),
     "gate_activation": ("sigmoid", "softplus"),
     "initial": ("zero", "normal", "xavier"),
@@ -40,9 +45,27 @@ _SIZES_OR_NONE = (
     "distinct_layers",
     "embedding_width",
     "rotary_trained_context",
+    "full_head_size",
+    "full_kv_heads",
+    "shared_hidden",
+    "dense_hidden",
+    "temperature_floor",
 )
-_COUNTS = ("token_types", "experts")  # 0 is none
-_POSITIVE = ("beta", "embedding_scale", "logit_scale", "initial_std", "initial_qk", "rotary_factor")
+_COUNTS = ("token_types", "experts", "shared_kv_layers", "per_layer_width")  # 0 is none
+_PATTERNS = ("windows", "layer_choices", "rotary_layers", "delta_layers", "dense_layers")
+_DELTA = (
+    *("delta_key_heads", "delta_value_heads", "delta_key_width", "delta_value_width"),
+    "delta_kernel",
+)
+_POSITIVE = (
+    "beta",
+    "embedding_scale",
+    "logit_scale",
+    "router_scale",
+    "initial_std",
+    "initial_qk",
+    "rotary_factor",
+)
 _POSITIVE_OR_NONE = (
     "score_scale",
     "softcap",
@@ -50,7 +73,7 @@ _POSITIVE_OR_NONE = (
     "rotary_slow",
     "rotary_fast",
     "rotary_attention",
-    "query_growth",
+    "temperature_growth",
 )
 
 
@@ -91,8 +114,14 @@ class ModelConfig:
     """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
     entmax_alpha: float = 1.5
     """Exponent of entmax."""
+    entmax_alpha_learned: bool = False
+    """Every head of a layer with entmax learns its own exponent, between 1.05 and 2 and
+    ``entmax_alpha`` at first."""
     beta: float = 1.0
     """Inverse temperature of the choice among keys."""
+    log_odds: float = 0.0
+    """Log odds of a key under the sigmoid map before its score; -log(keys) keeps the sum of the
+    weights near 1."""
     tied: bool = True
     """Use the embedding as the matrix of the LM head."""
     bias: bool = False
@@ -111,8 +140,15 @@ class ModelConfig:
     None is one per layer."""
     head_size: int | None = None
     """Width per head. None is width / heads."""
+    full_head_size: int | None = None
+    """Width per head in layers without a window (Gemma 4). None is as in those with one."""
+    full_kv_heads: int | None = None
+    """Heads of keys and values in layers without a window. None is as in those with one."""
     embedding_width: int | None = None
     """Width of the embedding, mapped to ``width`` by a linear map (ALBERT). None is ``width``."""
+    per_layer_width: int = 0
+    """P of a further embedding of every token, P entries for each layer, which a third branch of
+    the layer reads (Gemma 4). 0 is none."""
     token_types: int = 0
     """Number of token types (segments; 2 in BERT), each with its own embedding."""
     embedding_scale: float = 1.0
@@ -137,6 +173,11 @@ class ModelConfig:
     optim.optimiser="score" does so unless this is set."""
     qk_norm_width: str = "head"
     """"head" normalises each head by itself, "all" the queries of all heads together (OLMo 2)."""
+    value_norm: bool = False
+    """Normalise values per head, without a gain (Gemma 4)."""
+    layer_scale: bool = False
+    """Every block ends with a stored factor on the stream, which training does not move
+    (Gemma 4)."""
     residual_scale: float | str = 1.0
     """Factor on each branch; "depth" is (2 layers)^-1/2, which bounds the stream."""
     parallel: bool = False
@@ -145,14 +186,15 @@ class ModelConfig:
     rotary_layout: str = "half"
     """Which entries form a pair: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
     rotary_fraction: float = 1.0
-    """Fraction of each head that is rotated; the rest has no position."""
+    """Fraction of each head that is rotated; the rest has no position. Under
+    rotary_scaling="proportional" the fraction of pairs, those of the highest frequencies."""
     rotary_layers: tuple[int, ...] = ()
     """Pattern of layers that rotate: 1 does, 0 does not (SmolLM3). Empty is all of them."""
     rotary_local_base: float | None = None
     """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
     rotary_scaling: str | None = None
     """Frequency scaling for contexts longer than in training: "linear", "ntk", "yarn", "llama3",
-    "longrope"."""
+    "longrope"; "proportional" leaves the lowest frequencies out (``rotary_fraction``, Gemma 4)."""
     rotary_factor: float = 1.0
     """The factor by which ``rotary_scaling`` extends the context."""
     rotary_trained_context: int | None = None
@@ -170,9 +212,6 @@ class ModelConfig:
     """Under "longrope" the divisor of each frequency in contexts up to the trained one."""
     rotary_long: tuple[float, ...] = ()
     """The same in longer contexts."""
-    query_growth: float | None = None
-    """g of the factor 1 + g log(1 + floor(m / rotary_trained_context)) on the rotated query at
-    position m (Ministral 3). None is a factor of 1."""
     relative_bias: bool = False
     """The relative bias of positions="buckets" beside a learned table (MPNet)."""
     buckets: int = 32
@@ -182,6 +221,26 @@ class ModelConfig:
 
     windows: tuple[int, ...] = ()
     """Pattern of window sizes: how many keys a query sees, its own included; 0 is all."""
+    delta_layers: tuple[int, ...] = ()
+    """Pattern of layers: 1 for gated DeltaNet in place of attention (Qwen3.5: 1, 1, 1, 0)."""
+    delta_key_heads: int = 2
+    """Heads of queries and keys of a DeltaNet layer."""
+    delta_value_heads: int = 4
+    """Heads of values, a multiple of those of keys."""
+    delta_key_width: int = 32
+    """Width of a query and a key there."""
+    delta_value_width: int = 32
+    """Width of a value there."""
+    delta_kernel: int = 4
+    """Positions that the causal filter of a DeltaNet layer reads."""
+    shared_kv_layers: int = 0
+    """So many of the last layers have no keys and values: they attend to those of the last layer
+    before them all with the same window (Gemma 4)."""
+    shared_hidden: int | None = None
+    """Width inside the MLP of those layers. None is as in the others."""
+    keys_as_values: bool = False
+    """Layers without a window have no matrix of values: a value is the key before its norm and
+    rotation (Gemma 4)."""
     layer_choices: tuple[str, ...] = ()
     """Pattern of choice maps, in place of ``choice``."""
     scores: str = "dot"
@@ -190,8 +249,23 @@ class ModelConfig:
     """Factor on q.k. None is head_width^-1/2; 1 in T5."""
     softcap: float | None = None
     """Scores s become c tanh(s / c) before any prior (Gemma 2: 50)."""
+    temperature: str = "none"
+    """A factor on the query at position m, an inverse temperature that grows with the length:
+    "log" is s log(m + 1), s learned per head (Scalable-Softmax); "stepped" is
+    1 + a log(1 + floor((m + o) / f)) (Llama 4, Ministral 3)."""
+    temperature_growth: float | None = None
+    """a of "stepped". None is 0.1."""
+    temperature_floor: int | None = None
+    """f of "stepped". None is the trained context."""
+    temperature_offset: int = 0
+    """o of "stepped": 0 in Ministral 3, 1 in Llama 4."""
+    temperature_layers: str = "all"
+    """Layers with the factor: "all", or those that do not rotate, "unrotated" (Llama 4)."""
     sinks: bool = False
-    """A learned score per head for a key with value 0, so that weights may sum to less than 1."""
+    """A score r for one more key with value 0, so that weights may sum to less than 1."""
+    sink_score: str = "head"
+    """The score of a sink: "head" is learned per head, "zero" is 0 (softmax off by one), "token"
+    is a linear map of the layer's input per head."""
     gate: str = "none"
     """A factor on the outputs of attention before their projection, computed from the layer's
     input: one per "head", which is a sink whose score follows the scores, or per "element"."""
@@ -204,12 +278,21 @@ class ModelConfig:
 
     experts: int = 0
     """Experts among which each token is routed. 0 is one MLP without a router."""
+    dense_layers: tuple[int, ...] = ()
+    """Pattern of layers without experts: 1 has one MLP, 0 has experts. Empty is experts in all."""
+    dense_hidden: int | None = None
+    """Width inside the MLP of layers without experts. None is that of an expert."""
     experts_per_token: int = 2
     """Experts per token."""
     router: str = "softmax"
     """Choice map of the router, as in ``choice``."""
     router_normalise: bool = True
     """Divide the weights of the chosen experts by their sum."""
+    router_bias: bool = False
+    """A number per expert that is added to its weight where experts are chosen, and nowhere else
+    (DeepSeek V3). It is read from a checkpoint and does not learn."""
+    router_scale: float = 1.0
+    """Factor on the weights of the chosen experts (DeepSeek V3: 2.5)."""
 
     attention_dropout: float | None = None
     """Probability of dropping an attention weight. None is ``dropout``."""
@@ -246,9 +329,19 @@ class ModelConfig:
             lambda c: any(name in maps_with("alpha") for name in c.choice_names),
         ),
         Use(
+            ("entmax_alpha_learned",),
+            'a choice or layer_choices "entmax"',
+            lambda c: any(name in maps_with("alpha") for name in c.layer_choices or (c.choice,)),
+        ),
+        Use(
             ("beta",),
             "a choice or layer_choices with a temperature",
             lambda c: any(name in maps_with("beta") for name in c.layer_choices or (c.choice,)),
+        ),
+        Use(
+            ("log_odds",),
+            'a choice or layer_choices "sigmoid"',
+            lambda c: any(name in maps_with("log_odds") for name in c.layer_choices or (c.choice,)),
         ),
         Use(("choice",), "no layer_choices", lambda c: not c.layer_choices),
         read_with(
@@ -257,7 +350,12 @@ class ModelConfig:
             "positions",
             "rotary",
         ),
-        Use(("rotary_local_base",), "windows", lambda c: any(c.windows)),
+        Use(
+            ("rotary_local_base", "full_head_size", "full_kv_heads"),
+            "windows",
+            lambda c: any(c.windows),
+        ),
+        Use(("shared_hidden",), "shared_kv_layers", lambda c: c.shared_kv_layers > 0),
         Use(
             ("rotary_factor",),
             "rotary_scaling",
@@ -268,11 +366,12 @@ class ModelConfig:
         read_with("rotary_attention", "rotary_scaling", "yarn", "longrope"),
         read_with("rotary_truncate", "rotary_scaling", "yarn"),
         read_with("rotary_short rotary_long", "rotary_scaling", "longrope"),
-        Use(
-            ("query_growth",),
-            "rotary_trained_context",
-            lambda c: c.rotary_trained_context is not None,
+        read_with("temperature", "kind", "decoder"),
+        read_with("temperature_layers", "temperature", "log", "stepped"),
+        read_with(
+            "temperature_growth temperature_floor temperature_offset", "temperature", "stepped"
         ),
+        Use(("sink_score",), "sinks", lambda c: c.sinks),
         read_with("relative_bias", "positions", "learned"),
         Use(
             ("buckets", "bucket_distance"),
@@ -283,11 +382,16 @@ class ModelConfig:
         read_with("gate_activation", "gate", "head", "element"),
         read_with("norm_plus_one", "norm", "rms"),
         Use(("qk_norm_width",), "qk_norm", lambda c: c.qk_norm),
+        Use(_DELTA, "delta_layers", lambda c: c.has_delta),
         Use(
-            ("experts_per_token", "router", "router_normalise"),
+            (
+                *("experts_per_token", "router", "router_normalise", "router_bias", "router_scale"),
+                "dense_layers",
+            ),
             "experts",
             lambda c: c.experts > 0,
         ),
+        Use(("dense_hidden",), "dense_layers", lambda c: any(c.dense_layers)),
         read_with("first_norm", "norm_place", "pre", "both"),
         Use(
             ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),
@@ -304,11 +408,15 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {kinds}.")
         self._require_patterns()
         self._require_division()
+        self._require_shared_layers()
         self._require_ranges()
         self._require_use()
 
     def _require_sizes(self) -> None:
-        for name in (*_SIZES, *_SIZES_OR_NONE, "buckets", "bucket_distance", "experts_per_token"):
+        if self.temperature_offset not in (0, 1):
+            raise ValueError(f"temperature_offset={self.temperature_offset} should be 0 or 1.")
+        others = ("buckets", "bucket_distance", "experts_per_token", *_DELTA)
+        for name in (*_SIZES, *_SIZES_OR_NONE, *others):
             if (size := getattr(self, name)) is None and name in _SIZES_OR_NONE:
                 continue
             _require_whole(name, size, 1)
@@ -316,24 +424,25 @@ class ModelConfig:
             _require_whole(name, getattr(self, name), 0)
 
     def _require_patterns(self) -> None:
-        for name in ("windows", "layer_choices", "rotary_layers", "rotary_short", "rotary_long"):
+        for name in (*_PATTERNS, "rotary_short", "rotary_long"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("windows", "layer_choices", "rotary_layers"):
+        for name in _PATTERNS:
             if len(getattr(self, name)) > self.layers:
                 raise ValueError(
                     f"the pattern {name}={getattr(self, name)} is longer than layers={self.layers}."
                 )
         for window in self.windows:
             _require_whole("a window", window, 0)
-        if not {0, 1}.issuperset(self.rotary_layers):
-            raise ValueError(f"rotary_layers={self.rotary_layers} should hold 0 and 1 only.")
+        for name in ("rotary_layers", "delta_layers", "dense_layers"):
+            if not {0, 1}.issuperset(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} should hold 0 and 1 only.")
         for name in (self.choice, self.router, *self.layer_choices):
             by_name(str(name), alpha=self.entmax_alpha)  # raises with the names there are
-        patterns = (self.windows, self.layer_choices, self.rotary_layers)
-        if self.distinct_layers is not None and max(map(len, patterns)) > 1:
+        longest = max(len(getattr(self, name)) for name in _PATTERNS)
+        if self.distinct_layers is not None and (longest > 1 or self.has_delta):
             raise ValueError(
-                "distinct_layers shares blocks between layers; windows, layer_choices and "
-                "rotary_layers should then hold one entry at most."
+                f"distinct_layers shares blocks between layers; {', '.join(_PATTERNS)} should then "
+                "hold one entry at most, and delta_layers none."
             )
 
     def _require_division(self) -> None:
@@ -342,25 +451,54 @@ class ModelConfig:
             raise ValueError(
                 f"width={self.width} does not split over heads={self.heads}; try width={near}."
             )
-        if self.heads % self.groups:
-            raise ValueError(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; "
-                f"try kv_heads=1 or kv_heads={self.heads}."
-            )
+        for name in ("kv_heads", "full_kv_heads"):
+            if (groups := getattr(self, name)) is not None and self.heads % groups:
+                raise ValueError(
+                    f"{name}={groups} does not divide heads={self.heads}; "
+                    f"try {name}=1 or {name}={self.heads}."
+                )
         if self.distinct_layers is not None and self.layers % self.distinct_layers:
             raise ValueError(
                 f"distinct_layers={self.distinct_layers} does not divide layers={self.layers}."
             )
+        if self.delta_value_heads % self.delta_key_heads:
+            raise ValueError(
+                f"delta_key_heads={self.delta_key_heads} does not divide "
+                f"delta_value_heads={self.delta_value_heads}."
+            )
         if self.buckets % 4:
             raise ValueError(f"buckets={self.buckets} should be a multiple of 4.")
+
+    def _require_shared_layers(self) -> None:
+        """Every layer without keys has a layer to take them from, and blocks of their own."""
+        if self.shared_kv_layers and self.has_delta:
+            raise ValueError(
+                "shared_kv_layers attends to keys of earlier layers, and delta_layers have none; "
+                "set one of them."
+            )
+        if self.shared_kv_layers and None in map(self.kv_source, range(self.layers)):
+            raise ValueError(
+                f"shared_kv_layers={self.shared_kv_layers} of {self.layers} layers leave none with "
+                f"keys and the same window for some of them; windows={self.windows}."
+            )
+        if self.distinct_layers is not None and (self.shared_kv_layers or self.per_layer_width):
+            raise ValueError(
+                "distinct_layers shares blocks between layers; set shared_kv_layers=0 and "
+                "per_layer_width=0."
+            )
+        if self.kind != "decoder" and (self.shared_kv_layers or self.per_layer_width):
+            raise ValueError('shared_kv_layers and per_layer_width need kind="decoder".')
+        if self.full_head_size is not None:
+            full = (n for n in range(self.layers) if self.window(n) is None)
+            self.at_layer(next(full, 0))  # raises for heads that cannot be
 
     def _require_ranges(self) -> None:
         for name in ("dropout", "attention_dropout", "mlp_dropout"):
             p = getattr(self, name)
             if p is not None and not 0.0 <= p < 1.0:
                 raise ValueError(f"{name}={p} should be in [0, 1).")
-        if not 0.0 < self.epsilon < 1.0:
-            raise ValueError(f"epsilon={self.epsilon} should be above 0 and below 1.")
+        if not 0.0 < self.epsilon <= 1.0:
+            raise ValueError(f"epsilon={self.epsilon} should be above 0 and at most 1.")
         for name in ("rotary_base", "rotary_local_base"):
             base = getattr(self, name)
             if base is not None and not 1.0 < base < math.inf:
@@ -372,6 +510,8 @@ class ModelConfig:
         x = self.residual_scale
         if x != "depth" and (isinstance(x, str) or not 0.0 < x < math.inf):
             raise ValueError(f'residual_scale={x!r} should be a number above 0, or "depth".')
+        if not abs(self.log_odds) < math.inf:
+            raise ValueError(f"log_odds={self.log_odds} should be a finite number.")
         if not 0.0 < self.rotary_fraction <= 1.0:
             raise ValueError(
                 f"rotary_fraction={self.rotary_fraction} should be above 0, at most 1."
@@ -387,6 +527,12 @@ class ModelConfig:
                 raise ValueError(
                     f"{name} should hold {pairs} numbers above 0, one for each pair of a head."
                 )
+        low, high = LEARNED_ALPHA
+        if self.entmax_alpha_learned and not low < self.entmax_alpha < high:
+            raise ValueError(
+                f"entmax_alpha_learned starts at entmax_alpha={self.entmax_alpha}, which should be "
+                f"above {low} and below {high}."
+            )
         if self.experts and self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than experts={self.experts}."
@@ -400,10 +546,25 @@ class ModelConfig:
                 'scores="l2" has one matrix for queries and keys; it needs kv_heads=None, '
                 "qk_norm=False and no bias."
             )
+        if self.scores == "l2" and (
+            self.value_norm or self.keys_as_values or self.shared_kv_layers
+        ):
+            raise ValueError(
+                'scores="l2" makes values of its queries: set value_norm=False, '
+                "keys_as_values=False, shared_kv_layers=0."
+            )
         if self.scores == "l2" and (self.softcap is not None or self.sinks):
             raise ValueError(
                 'scores="l2" leaves scores open to a shift: set softcap=None, sinks=False.'
             )
+        if (self.scores == "l2" or self.sinks) and any(
+            MAPS[name].feasible == "box" for name in self.layer_choices or (self.choice,)
+        ):
+            raise ValueError(
+                'a choice "sigmoid" weighs every key by itself: set scores="dot", sinks=False.'
+            )
+        if self.has_delta and self.kind != "decoder":
+            raise ValueError(f"delta_layers read from left to right; kind={self.kind!r} does not.")
         if self.experts and self.sigma_reparam:
             raise ValueError("experts are plain linear maps: set sigma_reparam=False.")
         if self.norm == "rms" and self.norm_parameters == "gain":
@@ -429,6 +590,20 @@ class ModelConfig:
     def gate_width(self) -> int:
         """Factors of the output gate per token: 0 without one, H per head, H D per element."""
         return {"none": 0, "head": 1, "element": self.head_width}[self.gate] * self.heads
+
+    def learns_alpha(self, layer: int) -> bool:
+        """Whether the heads of this layer learn their exponents of entmax."""
+        return self.entmax_alpha_learned and self.choice_of(layer) in maps_with("alpha")
+
+    @property
+    def temperature_step(self) -> int:
+        """f of temperature="stepped"."""
+        return self.temperature_floor or self.rotary_trained_context or self.context
+
+    def tempered(self, layer: int) -> bool:
+        """Whether queries of this layer have a factor of their position."""
+        everywhere = self.temperature_layers == "all"
+        return self.temperature != "none" and (everywhere or not self.rotates(layer))
 
     @property
     def gated(self) -> bool:
@@ -460,6 +635,8 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """Entries per head that are rotated by position, W."""
+        if self.rotary_scaling == "proportional":
+            return self.head_width
         return int(self.head_width * self.rotary_fraction)
 
     @property
@@ -501,11 +678,71 @@ class ModelConfig:
             changes["rotary_factor"] = max(1.0, context / self.context)
         if (rotary_scaling or self.rotary_scaling) in ("yarn", "llama3", "longrope"):
             changes["rotary_trained_context"] = self.rotary_trained_context or self.context
+        if self.temperature == "stepped":
+            changes["temperature_floor"] = self.temperature_step
         return replace(self, **changes)
+
+    def at_layer(self, layer: int) -> "ModelConfig":
+        """The settings with the sizes of this layer, where layers differ.
+
+        >>> config = ModelConfig(vocabulary=16, windows=(8, 0), head_size=32, full_head_size=64)
+        >>> [config.at_layer(layer).head_width for layer in range(2)]
+        [32, 64]
+        """
+        own: dict[str, Any] = {}
+        if self.window(layer) is None:
+            own |= {"head_size": self.full_head_size, "kv_heads": self.full_kv_heads}
+        if self.kv_source(layer) != layer:
+            own["hidden"] = self.shared_hidden
+        if self.experts and not self.has_experts(layer):
+            own["hidden"] = self.dense_hidden
+        own = {name: size for name, size in own.items() if size is not None}
+        if not own:
+            return self
+        for name in ("full_head_size", "full_kv_heads", "shared_hidden", "dense_hidden"):
+            own[name] = None
+        return replace(self, **own)
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values this one attends to: itself unless they are shared.
+
+        >>> config = ModelConfig(vocabulary=16, layers=6, windows=(8, 0), shared_kv_layers=3)
+        >>> [config.kv_source(layer) for layer in range(6)]
+        [0, 1, 2, 1, 2, 1]
+        """
+        own = self.layers - self.shared_kv_layers
+        if not self.shared_kv_layers or layer < own:
+            return layer
+        alike = (n for n in reversed(range(own)) if self.window(n) == self.window(layer))
+        return next(alike, None)
 
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, its own included; None is all."""
         return (self.windows[layer % len(self.windows)] or None) if self.windows else None
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether this layer is a gated DeltaNet in place of attention."""
+        return bool(self.delta_layers) and bool(self.delta_layers[layer % len(self.delta_layers)])
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether any layer is a gated DeltaNet."""
+        return any(self.is_delta(layer) for layer in range(self.layers))
+
+    @property
+    def delta_keys(self) -> int:
+        """Rows of the keys of all heads of a DeltaNet layer."""
+        return self.delta_key_heads * self.delta_key_width
+
+    @property
+    def delta_values(self) -> int:
+        """Rows of the values of all its heads."""
+        return self.delta_value_heads * self.delta_value_width
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether tokens of this layer are routed among experts."""
+        pattern = self.dense_layers or (0,)
+        return self.experts > 0 and not pattern[layer % len(pattern)]
 
     def rotates(self, layer: int) -> bool:
         """Whether queries and keys of this layer are rotated by position."""

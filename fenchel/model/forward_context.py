@@ -92,7 +92,7 @@ class ForwardContext:
     rotary: tuple[Angles | None, Angles | None] = (None, None)
     """Rotary angles of queries and keys, in layers without a window and in those with one."""
     query_scale: Tensor | None = None
-    """A factor on rotated queries that grows with their position, (T, 1) or (B, 1, T, 1)."""
+    """What ``Attention.temperature`` makes the factor on queries of, (T, 1) or (B, 1, T, 1)."""
     token_mask: Tensor | None = None
     """Which slots hold a token, (B, S); None is all of them."""
     segments: Tensor | None = None
@@ -113,6 +113,11 @@ class ForwardContext:
     steer: StreamVectors | None = None
     """What is added to the stream after some layers."""
 
+    per_layer: Tensor | None = None
+    """The further embedding of every layer, (B, T, L, P)."""
+    lent_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of layers that later ones attend to, by the number of the layer; with those
+    of the cache."""
     priors: dict[tuple[Prior | None, int, Tensor | None], Prior] = field(default_factory=dict)
     """Dense priors by mask, keys and their positions, computed once for the layers that share
     them."""

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor, nn, split
 
 from fenchel.model.attention import Attention, CrossAttention
+from fenchel.model.block import Block
 from fenchel.model.config import ModelConfig
+from fenchel.model.delta_net import LARGEST_DECAY, LEAST_DECAY, GatedDeltaNet
 from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.sigma_linear import SigmaLinear
 
@@ -82,9 +84,16 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
             for bias in (module.gate_bias, module.up_bias, module.down_bias):
                 if bias is not None:
                     bias.zero_()
+        elif isinstance(module, GatedDeltaNet):
+            module.filter.normal_(0.0, module.filter.shape[-1] ** -0.5, generator=generator)
+            module.decay_log.uniform_(LEAST_DECAY, LARGEST_DECAY, generator=generator).log_()
+            module.decay_bias.fill_(1.0)
+            module.gain.fill_(1.0)
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
             _draw_qkv(module, config, generator)
+        if isinstance(module, Attention) and module.sink_map is not None:
+            module.sink_map.weight.zero_()
     for module in model.modules():
         if isinstance(module, SigmaLinear):
             module.reset(1.0, generator)
@@ -93,13 +102,17 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
 
 
 def last_maps(model: nn.Module) -> list[nn.Linear | nn.Parameter]:
-    """The last map of every branch, in order."""
+    """The last map of every branch."""
     maps: list[nn.Linear | nn.Parameter] = []
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
             maps.append(module.out)
+        elif isinstance(module, GatedDeltaNet):
+            maps.append(module.out_proj)
         elif isinstance(module, Mlp | MixtureOfExperts):
             maps.append(module.down)
+        elif isinstance(module, Block) and module.per_layer_out is not None:
+            maps.append(module.per_layer_out)
     return maps
 
 
@@ -118,28 +131,24 @@ def _deviation(config: ModelConfig, inputs: int, outputs: int) -> float:
 def _draw_qkv(layer: Attention | CrossAttention, config: ModelConfig, generator: Generator) -> None:
     """Draw queries, keys and values by their own sizes, and scale the first two."""
     fused = layer.qkv if isinstance(layer, Attention) else layer.kv
-    M, D = fused.in_features, config.head_width
-    for rows, heads, scores in _parts(layer, config):
-        if config.initial == "xavier":
-            deviation = _deviation(config, M, heads * D)
+    for rows, scores in _parts(layer):
+        if config.initial == "xavier" and len(rows):
+            deviation = _deviation(config, fused.in_features, len(rows))
             rows.normal_(0.0, deviation, generator=generator)
         if scores and config.initial_qk != 1.0:
             rows.mul_(config.initial_qk)
 
 
-def _parts(
-    layer: Attention | CrossAttention, config: ModelConfig
-) -> list[tuple[Tensor, int, bool]]:
-    """(rows of a weight, number of heads, whether they are queries or keys)."""
-    H, G, D = config.heads, config.groups, config.head_width
+def _parts(layer: Attention | CrossAttention) -> list[tuple[Tensor, bool]]:
+    """Rows of a weight, and whether they are queries or keys."""
     if isinstance(layer, CrossAttention):
-        k, v = split(layer.kv.weight, G * D)
-        return [(layer.q.weight, H, True), (k, G, True), (v, G, False)]
+        k, v = layer.kv.weight.chunk(2)
+        return [(layer.q.weight, True), (k, True), (v, False)]
     if layer.l2:
-        z, v = split(layer.qkv.weight, H * D)
-        return [(z, H, True), (v, H, False)]
-    q, k, v = split(layer.qkv.weight, [H * D, G * D, G * D])
-    return [(q, H, True), (k, G, True), (v, G, False)]
+        z, v = layer.qkv.weight.chunk(2)
+        return [(z, True), (v, False)]
+    q, k, v = split(layer.qkv.weight, layer.rows)
+    return [(q, True), (k, True), (v, False)]
 
 
 def _scale_branch(last: nn.Linear | nn.Parameter, config: ModelConfig) -> None:

@@ -159,9 +159,12 @@ def _qkv_rows(model: nn.Module, which: Sequence[str]) -> dict[str, list[tuple[in
                     f"{name} scores by distance and makes queries and keys of the same rows; "
                     'name the target "qkv".'
                 )
-            HD, GD = layer.heads * layer.head_width, layer.groups * layer.head_width
-            ends = {"q": (0, HD), "k": (HD, HD + GD), "v": (HD + GD, HD + 2 * GD)}
-            rows[f"{name}.qkv"] = [ends[part] for part in which]
+            first, ends = 0, {}
+            for part, count in zip("qkv", layer.rows, strict=True):
+                ends[part] = first, first + count
+                first += count
+            if own := [ends[part] for part in which if ends[part][1] > ends[part][0]]:
+                rows[f"{name}.qkv"] = own  # a layer may have no keys or values
     return rows
 
 

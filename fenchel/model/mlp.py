@@ -12,16 +12,25 @@ g = gate(x) and u = up(x).
 
     z = W_r x                           scores of the experts, (X,)
     p = choice.weights(z)               as a query chooses among keys
-    y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum,
-                                                         or p_e (``router_normalise`` off)
+    y = sum over the k largest p_e of  w_e MLP_e(x),     w = a times those p_e over their sum,
+                                                         or a p_e (``router_normalise`` off)
+
+With ``router_bias`` the k largest p_e + b_e are taken, and their weights are those of p still; a is
+``router_scale``. Softmax makes the experts compete; "sigmoid" weighs each by itself, as DeepSeek
+V3, GLM-4.5 and Kimi do.
 
 A sparse choice map may give fewer than k experts any weight; the others are then not computed.
-Tokens are sorted by expert, so that each expert computes its tokens at once: N k rows of work, not
-N X. The number of tokens per expert depends on the data, so a compiler breaks its graph here.
+Tokens are sorted by expert and gathered once, (N k, M); every expert computes its segment of these
+rows, and the results are put back into the order of the tokens and added: N k rows of work, not
+N X, and no tensor of experts by tokens. The experts of a parameter are taken apart by one
+``unbind``, whose derivative is one ``stack``; taken one by one, each would have a derivative of the
+size of all of them. The number of tokens per expert depends on the data, so a compiler breaks its
+graph here. Some layers may have an MLP without a router (``dense_layers``).
 
 Without a penalty a few experts take all tokens. The load-balancing loss is
 
-    balance = X sum_e f_e P_e        f_e fraction of all choices that fell on e, P_e mean of p_e,
+    balance = X sum_e f_e P_e        f_e fraction of all choices that fell on e, P_e mean of p_e
+                                     over the sum of p, which is 1 on the simplex,
 
 with a derivative only through P: it lowers the scores of experts that are chosen too often. It is
 1 when the choices or the weights are even, and X P_e, at most X, when all tokens choose one expert
@@ -34,8 +43,9 @@ N tokens, M width of the stream, F width inside, X experts.
 Shazeer et al. (2017), Outrageously large neural networks; Fedus, Zoph and Shazeer (2022), Switch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn, split
@@ -131,7 +141,7 @@ class MixtureOfExperts(nn.Module):
         X, M, F = config.experts, config.width, config.mlp_width
         self.per_token = config.experts_per_token
         self.choice = by_name(config.router, alpha=config.entmax_alpha)
-        self.normalise = config.router_normalise
+        self.normalise, self.scale = config.router_normalise, config.router_scale
         self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
         self.clamped = config.mlp == "swiglu_clamped"
         self.router = nn.Linear(M, X, bias=config.bias)
@@ -143,6 +153,9 @@ class MixtureOfExperts(nn.Module):
             self.gate_bias = nn.Parameter(torch.zeros(X, F)) if config.gated else None
             self.up_bias = nn.Parameter(torch.zeros(X, F))
             self.down_bias = nn.Parameter(torch.zeros(X, M))
+        self.router_bias = None
+        if config.router_bias:  # no gradient reaches it: the k largest are no function of it
+            self.router_bias = nn.Parameter(torch.zeros(X), requires_grad=False)
         self.balance = None
 
     def forward(self, x_BTM: Tensor) -> Tensor:
@@ -150,40 +163,57 @@ class MixtureOfExperts(nn.Module):
         x_NM = x_BTM.flatten(0, -2)
         z_NX = self.router(x_NM)
         p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
-        p_Nk, expert_Nk = p_NX.topk(self.per_token, dim=-1)
+        b_X = self.router_bias
+        expert_Nk = (p_NX if b_X is None else p_NX + b_X).topk(self.per_token, dim=-1).indices
+        p_Nk = p_NX.gather(-1, expert_Nk)
         w_Nk = p_Nk / p_Nk.sum(-1, keepdim=True) if self.normalise else p_Nk
-        w_Nk = w_Nk.to(x_NM.dtype)
+        w_Nk = (w_Nk if self.scale == 1.0 else self.scale * w_Nk).to(x_NM.dtype)
         if self.training:
             self.balance = balance(p_NX, expert_Nk)
         return self._experts(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
 
     def _experts(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
-        """Tokens sorted by expert, each expert at once, and the results added where they belong."""
-        chosen = expert_Nk.masked_fill(w_Nk == 0.0, len(self.up)).flatten()
+        """The experts of every token, each on its segment of the tokens sorted by expert."""
+        X, k = len(self.up), self.per_token
+        chosen = expert_Nk.masked_fill(w_Nk == 0.0, X).flatten()  # without weight: behind the last
         order = chosen.argsort(stable=True)
-        sizes = chosen.bincount(minlength=len(self.up) + 1).tolist()
-        tokens, y_NM = order // self.per_token, torch.zeros_like(x_NM)
-        for e, (rows, at) in enumerate(zip(split(tokens, sizes), split(order, sizes), strict=True)):
-            if len(rows) and e < len(self.up):
-                w = w_Nk.flatten()[at].unsqueeze(-1)
-                y_NM = y_NM.index_add(0, rows, w * self._expert(e, x_NM[rows]))
-        return y_NM
+        *sizes, idle = chosen.bincount(minlength=X + 1).tolist()
+        *segments, rest = split(x_NM[order // k], [*sizes, idle])
+        parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        experts = zip(*(_unbound(part, X) for part in parts), strict=True)
+        mixed = [
+            self._expert(rows, *weights)
+            for rows, weights in zip(segments, experts, strict=True)
+            if len(rows)
+        ]
+        y_RM = torch.cat([*mixed, torch.zeros_like(rest)])
+        y_NkM = y_RM[order.argsort()].view(*w_Nk.shape, -1)
+        return (w_Nk.unsqueeze(-1) * y_NkM).sum(1)
 
-    def _expert(self, e: int, x_nM: Tensor) -> Tensor:
-        wide = linear(x_nM, self.up[e], _row(self.up_bias, e))
-        f = self.activation
-        if self.gate is None:
+    def _expert(
+        self,
+        x_nM: Tensor,
+        gate: Tensor | None,
+        up: Tensor,
+        down: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        wide, f = linear(x_nM, up, up_bias), self.activation
+        if gate is None:
             wide = f(wide)
         else:
-            gate = linear(x_nM, self.gate[e], _row(self.gate_bias, e))
-            wide = f(gate) * _multiplier(wide, clamped=self.clamped)
+            gated = f(linear(x_nM, gate, gate_bias))
+            wide = gated * _multiplier(wide, clamped=self.clamped)
         if self.dropout:
             wide = dropout(wide, self.dropout, self.training)
-        return linear(wide, self.down[e], _row(self.down_bias, e))
+        return linear(wide, down, down_bias)
 
 
-def _row(bias: Tensor | None, e: int) -> Tensor | None:
-    return None if bias is None else bias[e]
+def _unbound(parameter: Tensor | None, X: int) -> Sequence[Any]:
+    """One entry per expert."""
+    return [None] * X if parameter is None else parameter.unbind()
 
 
 def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:
@@ -193,6 +223,7 @@ def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:
     1.0
     """
     X = p_NX.shape[-1]
+    share_NX = p_NX / p_NX.sum(-1, keepdim=True)
     counted = expert_Nk[p_NX.gather(-1, expert_Nk) > 0]
     f_X = counted.bincount(minlength=X).to(p_NX.dtype) / max(1, len(counted))
-    return X * (f_X @ p_NX.mean(0))
+    return X * (f_X @ share_NX.mean(0))

@@ -15,12 +15,13 @@ from fenchel.attention import (
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
+    ProportionalScaling,
     YarnScaling,
     angles,
 )
 from fenchel.attention.rotary import RotaryScaling
 from fenchel.model.config import ModelConfig
-from fenchel.torch_internals import constant_when_compiled
+from fenchel.torch_internals import constant_when_compiled, to_float64
 
 COMPILED_POSITIONS = 8192
 """Contexts up to which a compiled pass uses the table of the whole context."""
@@ -30,6 +31,8 @@ class RotaryTable:
     """cos and sin for the ``config.rotary_width`` rotated entries per head, with one base."""
 
     def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
+        served = (n for n in range(config.layers) if (config.window(n) is not None) == local)
+        config = config.at_layer(next(served, 0))
         self.width, self.context = config.rotary_width, config.context
         self.base, self.scaling = config.rotary_base, scaling(config)
         if local and config.rotary_local_base is not None:
@@ -85,6 +88,8 @@ def scaling(config: ModelConfig) -> RotaryScaling | None:
         case "longrope":
             divisors = config.rotary_long if config.context > trained else config.rotary_short
             return LongRopeScaling(divisors, config.rotary_attention or 1.0)
+        case "proportional":
+            return ProportionalScaling(config.rotary_fraction, factor)
     return None
 
 
@@ -96,6 +101,7 @@ def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor
     >>> sinusoids(torch.tensor([0]), 4).tolist()
     [[0.0, 1.0, 0.0, 1.0]]
     """
-    i = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
-    angle = positions.to(torch.float64).unsqueeze(-1) * base ** (-i / width)
+    wide = to_float64(positions)
+    i = torch.arange(0, width, 2, dtype=torch.float64, device=wide.device)
+    angle = wide.unsqueeze(-1) * base ** (-i / width)
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)[..., :width]

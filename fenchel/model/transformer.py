@@ -4,6 +4,10 @@
     x_BTM      = block(x_BTM)                      once per layer
     logits_BTV = norm(x_BTM) lm_head_VM^T          lm_head is embed itself when tied
 
+With ``per_layer_width`` every layer l has a further embedding of the token, which its block reads:
+
+    e_BTLP = (norm(x_BTM W^T M^(-1/2)) + P^(1/2) per_layer_embed[ids_BT]) 2^(-1/2)
+
 Row t of a decoder's logits predicts token t + 1, since row t depends on tokens 0 to t; row t of an
 encoder's predicts token t. In an encoder-decoder, ``encode`` runs over the source once
 and ``forward`` takes its output.
@@ -14,7 +18,8 @@ tensor, and make torch import its compiler, which takes over a second. ``evaluat
 dropout off inside a ``with`` block.
 
 B sequences, T positions, S positions with those in the cache, M width of the stream, E width of the
-embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
+embedding, L layers, P ``per_layer_width``, V vocabulary.
+Fresh parameters: fenchel/model/initialisation.py.
 """
 
 import warnings
@@ -31,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from fenchel.attention import Angles
 from fenchel.attention.spec import AttentionCall
+from fenchel.attention.temperature import log_length, stepped_length
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block, Encoder, position_bias, relative_bias_table, run_blocks
 from fenchel.model.config import ModelConfig
@@ -67,6 +73,10 @@ class Transformer(nn.Module):
         self.type_embed = nn.Embedding(config.token_types, E) if config.token_types else None
         self.embed_norm = norm(config, E) if config.embedding_norm else None
         self.embed_proj = None if config.embedding_width is None else nn.Linear(E, M)
+        LP = config.layers * config.per_layer_width
+        self.per_layer_embed = nn.Embedding(V, LP) if LP else None
+        self.per_layer_proj = nn.Linear(M, LP, bias=False) if LP else None
+        self.per_layer_norm = norm(config, config.per_layer_width) if LP else None
         self.relative_bias = relative_bias_table(config)
         self.blocks = nn.ModuleList(Block(config, n) for n in range(config.block_count))
         self.norm = norm(config) if config.final_norm else None
@@ -176,6 +186,7 @@ class Transformer(nn.Module):
             memory_mask=memory_mask_BS,
             recompute=recompute,
             steer=steer,
+            per_layer=self._per_layer(ids_BT, x_BTM),
         )
         x_BTM = run_blocks(self.blocks, self.config, x_BTM, context)
         if cache is not None:
@@ -210,6 +221,7 @@ class Transformer(nn.Module):
             f"norm_place is {config.norm_place!r}": config.norm_place != "pre",
             "its blocks have experts": bool(config.experts),
             "layers share a block": config.block_count < config.layers,
+            "a block goes on after its MLP": bool(config.per_layer_width) or config.layer_scale,
             "it reparametrises its matrices": config.sigma_reparam,
         }
         for reason, holds in reasons.items():
@@ -270,7 +282,6 @@ class Transformer(nn.Module):
         x_BSM = self._embed(ids_BS, 0, positions_BS, None)
         context = ForwardContext(
             rotary=self._rotary(0, S, positions_BS, x_BSM),
-            query_scale=self._query_scale(0, S, positions_BS, x_BSM),
             token_mask=token_mask_BS,
             position_bias=position_bias(self.encoder.config, self.encoder.relative_bias, S, S),
             observe=observe,
@@ -288,12 +299,21 @@ class Transformer(nn.Module):
         or position bias.
         """
         bias = position_bias(self.config, self.relative_bias, q.shape[2], k.shape[2])
-        return self.attention(layer).attention_call(q, k, v, ForwardContext(position_bias=bias))
+        attention = self.attention(layer)
+        if attention.sink_map is not None:
+            raise ValueError(
+                "the sinks of this model are computed from its stream, which queries and keys do "
+                'not show: sink_score="token" is not supported here.'
+            )
+        context = ForwardContext(position_bias=bias)
+        return attention.attention_call(q, k, v, context, sink=attention.sink_scores(q))
 
     def attention(self, layer: int) -> Attention:
         """The self-attention of ``layer``; several layers may share one (ALBERT)."""
         block = self.blocks[layer * len(self.blocks) // self.config.layers]
         assert isinstance(block, Block)
+        if not isinstance(block.attention, Attention):
+            raise ValueError(f"layer {layer} is a gated DeltaNet, without attention to keys.")
         return block.attention
 
     def pool(self, stream_BTM: Tensor) -> Tensor:
@@ -350,7 +370,7 @@ class Transformer(nn.Module):
             x = x + (table[start:end] if positions_BT is None else table[positions_BT])
         elif self.config.positions == "sinusoidal":
             at = torch.arange(start, end, device=x.device) if positions_BT is None else positions_BT
-            x = x + sinusoids(at, x.shape[-1]).to(x.dtype)
+            x = x + sinusoids(at, x.shape[-1]).to(x.dtype).to(x.device)
         if self.type_embed is not None:
             x = x + (
                 self.type_embed.weight[0]
@@ -366,6 +386,17 @@ class Transformer(nn.Module):
         p = self.config.dropout
         return dropout(x, p, self.training) if p else x
 
+    def _per_layer(self, ids_BT: Tensor, x_BTM: Tensor) -> Tensor | None:
+        """The further embedding of every layer, (B, T, L, P)."""
+        if self.per_layer_embed is None or self.per_layer_proj is None:
+            return None
+        assert self.per_layer_norm is not None
+        shape = *ids_BT.shape, self.config.layers, self.config.per_layer_width
+        projected = self.per_layer_proj(x_BTM).view(shape) * self.config.width**-0.5
+        looked_up = self.per_layer_embed(ids_BT).view(shape) * self.config.per_layer_width**0.5
+        e_BTLP: Tensor = (self.per_layer_norm(projected) + looked_up) * 0.5**0.5
+        return e_BTLP
+
     def _rotary(
         self, start: int, end: int, positions_BT: Tensor | None, x_BTM: Tensor
     ) -> tuple[Angles | None, Angles | None]:
@@ -379,20 +410,27 @@ class Transformer(nn.Module):
             return table.at(positions_BT, end, x_BTM)
 
         everywhere, local = self._rotary_tables
-        rotary = angles(everywhere)
-        return rotary, rotary if self.config.rotary_local_base is None else angles(local)
+        rotary, config = angles(everywhere), self.config
+        alike = config.rotary_local_base is None and config.full_head_size is None
+        return rotary, rotary if alike else angles(local)
 
     def _query_scale(
         self, start: int, end: int, positions_BT: Tensor | None, x_BTM: Tensor
     ) -> Tensor | None:
-        """The factor on queries by position, (T, 1) or (B, 1, T, 1); None where it is 1."""
-        growth, trained = self.config.query_growth, self.config.rotary_trained_context
-        if growth is None or trained is None or trained >= self.config.context:
+        """The factor on queries by position, (T, 1) or (B, 1, T, 1); None where it is 1.
+
+        Under temperature="log" it is log n, which every layer multiplies by numbers of its own.
+        """
+        config = self.config
+        if config.temperature == "none":
             return None
         at = torch.arange(start, end, device=x_BTM.device) if positions_BT is None else positions_BT
-        scale = 1.0 + growth * torch.log1p(at // trained)
-        scale = scale.to(x_BTM.dtype).unsqueeze(-1)
-        return scale if positions_BT is None else scale.unsqueeze(1)
+        if config.temperature == "log":
+            return log_length(at).to(x_BTM.dtype)
+        step, offset = config.temperature_step, config.temperature_offset
+        if config.context + offset <= step:
+            return None
+        return stepped_length(at, config.temperature_growth or 0.1, step, offset).to(x_BTM.dtype)
 
     def lm_head_input(self, x_BTM: Tensor) -> Tensor:
         """The output of the last block as the LM head takes it: (B, T, M), or (B, T, E)."""
@@ -432,10 +470,13 @@ class Transformer(nn.Module):
         return self.embed if self.lm_head is None else None
 
     def attention_layers(self) -> list[Attention]:
-        """The self-attention of every layer; a block that serves several layers is repeated."""
+        """The self-attention of every layer that has one, in order.
+
+        A block that serves several layers is repeated.
+        """
         repeats = self.config.layers // len(self.blocks)
-        blocks = (block for block in self.blocks if isinstance(block, Block))
-        return [block.attention for block in blocks for _ in range(repeats)]
+        layers = (block.attention for block in self.blocks if isinstance(block, Block))
+        return [layer for layer in layers if isinstance(layer, Attention) for _ in range(repeats)]
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
         """Draw every parameter again (fenchel/model/initialisation.py)."""

@@ -208,7 +208,7 @@ def test_dtype_casts_the_weights_of_a_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("layers", 3, "too few for 3 layers"),
+        ("layers", 3, "lacks blocks.2.attention"),
         ("layers", 1, "no place for"),
         ("layers", 20_000, "too few for 20000 layers"),
         ("layers", -1, "whole number"),

@@ -28,7 +28,7 @@ def saved(s: Any, progress: Progress = PROGRESS) -> Path:
     s.stepper(0)
     s.stepper(1)
     return run_checkpoint.save(
-        s.run.checkpoints, progress, s.model.state_dict(), s.optimiser, s.settings
+        s.run.checkpoints, progress, s.model.state_dict(), s.optimiser.state_dict(), s.settings
     )
 
 
@@ -75,7 +75,7 @@ def test_the_rates_of_today_are_kept(small: Callable[..., Any]) -> None:
 def test_an_optimiser_without_memory_is_saved_too(small: Callable[..., Any]) -> None:
     s = small()
     folder = run_checkpoint.save(
-        s.run.checkpoints, Progress(), s.model.state_dict(), s.optimiser, s.settings
+        s.run.checkpoints, Progress(), s.model.state_dict(), s.optimiser.state_dict(), s.settings
     )
     assert restore(folder, s.model, s.optimiser, s.settings) == Progress()
 
@@ -89,7 +89,7 @@ def test_what_is_not_a_tensor_comes_back_too() -> None:
 
 def test_tensors_that_lie_strided_in_memory_are_saved(tmp_path: Path) -> None:
     weights = {"w": torch.arange(6.0).view(2, 3).T}
-    folder = run_checkpoint.save(tmp_path, PROGRESS, weights, CombinedOptimiser(), {})
+    folder = run_checkpoint.save(tmp_path, PROGRESS, weights, CombinedOptimiser().state_dict(), {})
     torch.testing.assert_close(load_file(folder / "model.safetensors")["w"], weights["w"])
 
 

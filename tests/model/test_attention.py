@@ -1,5 +1,6 @@
 """fenchel/model/attention.py and block.py: each setting against its formula, written out."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.functional import layer_norm
 
 from fenchel.attention import Causal, attend, rotary
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax, by_name
-from fenchel.model import Transformer, l2_as_dot_product
+from fenchel.model import ModelConfig, Transformer, l2_as_dot_product
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -310,3 +311,62 @@ def test_near_keys_are_chosen(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice
     exact = choice.weights(-0.3 * far, log_u) @ v.repeat_interleave(2, 1)
     ours = attend(*l2_as_dot_product(q, k), v, choice=choice, prior=Causal(), scale=0.6)
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"temperature": "log"}, lambda m: math.log(max(2, m + 1)) / math.log(16)),
+        (
+            {"temperature": "log", "windows": (3,)},
+            lambda m: math.log(min(3, max(2, m + 1))) / math.log(3),
+        ),
+        (
+            {"temperature": "stepped", "temperature_growth": 0.5, "temperature_floor": 4},
+            lambda m: 1 + 0.5 * math.log(1 + m // 4),
+        ),
+        (
+            {"temperature": "stepped", "temperature_floor": 4, "temperature_offset": 1},
+            lambda m: 1 + 0.1 * math.log(1 + (m + 1) // 4),
+        ),
+        (
+            {"temperature": "stepped", "temperature_floor": 4, "temperature_layers": "unrotated"},
+            lambda _: 1.0,
+        ),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_queries_grow_with_their_position(
+    settings: dict[str, Any], factor: Callable[[int], float]
+) -> None:
+    """By the formulas of Scalable-Softmax, Ministral 3 and Llama 4, one number at a time."""
+    queries = {}
+    for name, more in (("grown", settings), ("plain", {"windows": settings.get("windows", ())})):
+        config = ModelConfig(vocabulary=9, context=16, width=16, layers=1, **more)
+        model = Transformer(config, generator=torch.Generator().manual_seed(0))
+        model(
+            torch.arange(16)[None] % 9, observe=lambda _l, q, _k, _v, n=name: queries.update({n: q})
+        )
+    expected = torch.tensor([factor(m) for m in range(16)]).view(16, 1)
+    torch.testing.assert_close(queries["grown"], queries["plain"] * expected)
+
+
+def test_a_sink_of_the_token_is_a_sink_per_query() -> None:
+    """Weights shrink by Z / (Z + e^r), r a linear map of the layer's input."""
+    config = ModelConfig(
+        vocabulary=9, width=16, layers=1, sinks=True, sink_score="token", initial="normal"
+    )
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).double()
+    attention, seen = model.attention(0), []
+    torch.nn.init.normal_(attention.sink_map.weight, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rotary = model._rotary(0, 5, None, x)
+    attention(
+        x, ForwardContext(rotary=rotary, attention_override=lambda _, call: seen.append(call))
+    )
+    q, k, v, _ = seen[0]
+    z = (q @ k[:, :, 1:].mT / 8**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    r = torch.einsum("btm,hm->bht", x, attention.sink_map.weight) + attention.sink_map.bias[:, None]
+    Z = z.exp().sum(-1)
+    expected = ((Z / (Z + r.exp()))[..., None] * z.softmax(-1)) @ v[:, :, 1:]
+    torch.testing.assert_close(attend(*seen[0][:3], **seen[0].spec), expected)

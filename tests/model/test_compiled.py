@@ -12,6 +12,7 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True},
     {"qk_norm": True, "kv_heads": 1, "windows": (4, 0)},
+    {"choice": "entmax", "entmax_alpha_learned": True},
 ]
 
 

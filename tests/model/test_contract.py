@@ -48,11 +48,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "embedding_scale": 24**0.5,
     },
     "gemma 3": {"qk_norm": True, "windows": (3, 3, 0), "rotary_local_base": 100.0, "head_size": 10},
+    "gemma 4": {
+        "norm_place": "both",
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scale": True,
+        "windows": (3, 0, 0),
+        "rotary_local_base": 100.0,
+        "rotary_scaling": "proportional",
+        "rotary_fraction": 0.5,
+        "head_size": 6,
+        "full_head_size": 8,
+        "full_kv_heads": 1,
+        "shared_kv_layers": 1,
+        "per_layer_width": 5,
+    },
+    "keys as values": {"windows": (3, 0), "keys_as_values": True, "head_size": 6},
     "window": {"windows": (4,)},
     "window, sparsemax": {"windows": (4, 0), "choice": "sparsemax"},
     "window, alibi": {"windows": (4,), "positions": "alibi"},
     "sinks": {"sinks": True, "windows": (3, 0)},
     "sinks, entmax": {"sinks": True, "choice": "entmax"},
+    "sinks of the token": {"sinks": True, "sink_score": "token", "windows": (3, 0)},
+    "off by one": {"sinks": True, "sink_score": "zero"},
+    "temperature by length": {"temperature": "log", "windows": (3, 0), "choice": "entmax"},
+    "temperature by steps": {
+        "temperature": "stepped",
+        "temperature_floor": 3,
+        "temperature_offset": 1,
+        "temperature_layers": "unrotated",
+        "rotary_layers": (1, 0),
+    },
     "gate": {"gate": "head", "sinks": True},
     "gate, softplus": {"gate": "element", "gate_activation": "softplus", "qkv_bias": True},
     "l2": {"scores": "l2", "kv_heads": None},
@@ -62,6 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared, factorised": {"distinct_layers": 1, "embedding_width": 10},
     "scaled residual": {"residual_scale": "depth", "mlp": "relu"},
     "experts": {"experts": 4, "experts_per_token": 2},
+    "experts in some layers": {"experts": 4, "dense_layers": (1, 0), "dense_hidden": 20},
     "experts, sparse": {"experts": 4, "experts_per_token": 3, "router": "sparsemax", "mlp": "gelu"},
     "untied, biased": {"tied": False, "lm_head_bias": True, "bias": True, "logit_scale": 0.5},
     "encoder": {"kind": "encoder", "positions": "learned", "token_types": 2, "pooler": True},
@@ -207,7 +234,10 @@ def test_a_block_has_its_derivative_in_both_directions(build: Build, name: str) 
     x, v, u, memory = torch.randn(4, 2, 6, 24, dtype=torch.float64, generator=generator)
     rotary = model._rotary(0, 6, None, x)
     bias = position_bias(model.config, model.relative_bias, 6, 6)
-    context = ForwardContext(rotary=rotary, position_bias=bias, memory=memory)
+    ids = torch.arange(12).view(2, 6)
+    context = ForwardContext(
+        rotary=rotary, position_bias=bias, memory=memory, per_layer=model._per_layer(ids, x)
+    )
 
     def f(x: Tensor) -> Tensor:
         return model.blocks[0](x, context)
@@ -250,8 +280,9 @@ def test_an_observer_sees_every_layer_and_changes_nothing(
     told = model(ids, observe=lambda *what: seen.append(what), **memory)
     torch.testing.assert_close(told, model(ids, **memory))
     assert [layer for layer, *_ in seen] == [0, 1, 2]
-    G, D = model.config.groups, model.config.head_width
-    assert {tuple(k.shape) for _, _, k, _ in seen} == {(3, G, T, D)}
+    for layer, _, k, _ in seen:
+        config = model.config.at_layer(layer)
+        assert k.shape == (3, config.groups, T, config.head_width)
 
 
 @every_model
@@ -264,6 +295,10 @@ def test_the_attention_call_of_a_layer_is_the_one_it_makes(
         block.attention.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
         block.attention.out.register_forward_pre_hook(lambda _, x: given.append(x[0]))
     model(ids, observe=lambda *what: seen.append(what), **source(model, ids))
+    if MODELS[name].get("sink_score") == "token":
+        with pytest.raises(ValueError, match="computed from its stream"):
+            model.attention_call(*seen[0])
+        return
     for (layer, *qkv), mixed in zip(seen, given, strict=True):
         call = model.attention_call(layer, *qkv)
         out, p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)

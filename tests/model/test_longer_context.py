@@ -150,3 +150,8 @@ def test_functions_of_the_distance_read_on(settings: dict[str, object], nearby: 
 def test_sinusoids_are_defined_and_useless_there() -> None:
     within, twice, four_times = losses(trained(positions="sinusoidal"))
     assert min(twice, four_times) > within + 1.0
+
+
+def test_the_temperature_of_a_longer_context_keeps_its_steps() -> None:
+    config = ModelConfig(vocabulary=8, context=16, temperature="stepped")
+    assert config.with_context(64).temperature_step == 16

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn.functional import gelu, silu
-from transformers import MixtralConfig
+from transformers import Glm4MoeConfig, MixtralConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from fenchel.choice import by_name
@@ -126,6 +127,7 @@ MIXTURES: list[dict[str, Any]] = [
     {"experts": 4, "experts_per_token": 1, "mlp": "gelu"},
     {"experts": 3, "experts_per_token": 3, "router": "entmax"},
     {"experts": 5, "experts_per_token": 3, "router": "sparsemax", "mlp": "geglu"},
+    {"experts": 5, "experts_per_token": 2, "router": "sigmoid"},
 ]
 
 
@@ -185,6 +187,27 @@ def test_with_mixtrals_weights_it_gives_mixtrals_answer(build: Build) -> None:
     answer = theirs(x)
     answer = answer[0] if isinstance(answer, tuple) else answer
     torch.testing.assert_close(part(x), answer, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sigmoid_router_with_a_bias_and_a_scale_is_that_of_glm(build: Build) -> None:
+    settings = {"router": "sigmoid", "router_bias": True, "router_scale": 2.5}
+    part = build(layers=1, experts=6, experts_per_token=2, **settings).blocks[0].mlp.float()
+    part.router_bias.copy_(0.3 * torch.randn(6, generator=torch.Generator().manual_seed(4)))
+    config = Glm4MoeConfig(hidden_size=24, num_local_experts=6, num_experts_per_tok=2, n_group=1)
+    config.routed_scaling_factor = 2.5
+    router = Glm4MoeTopkRouter(config)
+    weights = {"weight": part.router.weight, "e_score_correction_bias": part.router_bias}
+    router.load_state_dict(weights)
+    seen: list[tuple[Tensor, Tensor]] = []
+    part._experts = lambda x, w, expert: seen.append((w, expert)) or x
+    x = stream().float()
+    part(x)
+    (w, expert), (_, weight, index) = seen[0], router(x)
+    order, theirs = expert.argsort(-1), index.argsort(-1)
+    assert torch.equal(expert.gather(-1, order), index.gather(-1, theirs))
+    torch.testing.assert_close(w.gather(-1, order), weight.gather(-1, theirs))
+    unbiased = part.router(x.flatten(0, 1)).topk(2).indices
+    assert not torch.equal(unbiased.sort(-1).values, index.sort(-1).values)  # the bias has chosen
 
 
 def test_the_balance_is_one_when_choices_or_weights_are_even() -> None:

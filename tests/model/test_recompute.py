@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "l2, post": {"scores": "l2", "norm_place": "post", "norm": "layer"},
     "parallel, learned": {"parallel": True, "positions": "learned", "bias": True},
     "narrow embedding": {"embedding_width": 8},
+    "shared keys": {"shared_kv_layers": 1, "per_layer_width": 4, "dropout": 0.1},
 }
 
 

@@ -123,6 +123,16 @@ class ConfigReader:
             raise self.wrong(key, value, f"a list of 0 and 1, at least {count}")
         return [int(x) for x in value[:count]]
 
+    def integers(self, key: str) -> list[int]:
+        """A list of whole numbers, such as those of layers; empty where it is missing or null."""
+        value = self._get(key, None)
+        if value is None:
+            return []
+        whole = isinstance(value, list) and len(value) <= LISTED_LAYERS
+        if not whole or any(type(n) is not int for n in value):
+            raise self.wrong(key, value, "a list of whole numbers")
+        return list(value)
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of finite numbers."""
         value = self._value(key, None)

@@ -15,11 +15,13 @@ config.json. It writes none, since transformers would silently compute a softmax
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from fenchel.choice.by_name import FIELD, choice_from_record, choice_record, maps_with
 from fenchel.files import Notice, printable
@@ -35,9 +37,19 @@ class Match(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     layout: Layout
+    config: ModelConfig
+    """The settings, with the sizes of its layer."""
+
+    def split(self, ours: Tensor) -> list[Tensor]:
+        """Our tensor as theirs."""
+        return self.layout.split(ours, self.config)
+
+    def join(self, theirs: Sequence[Tensor]) -> Tensor:
+        """Their tensors as ours."""
+        return self.layout.join(theirs, self.config)
 
 
-_CHOICE_SETTINGS = {"alpha": "entmax_alpha", "beta": "beta"}
+_CHOICE_SETTINGS = {"alpha": "entmax_alpha", "beta": "beta", "log_odds": "log_odds"}
 """Settings of a choice map, and of a model."""
 _NAMED = 12  # of the settings that are not known, those that a warning names
 
@@ -60,6 +72,8 @@ class Family:
     """Names under which a file may repeat another tensor."""
     ignored: tuple[str, ...] = ()
     """Patterns of names that a file may hold and the model does not need: masks, tables."""
+    unused: Callable[[ModelConfig], str | None] = lambda _: None
+    """A pattern of names that a file may hold and a model of these settings does not need."""
     legacy_suffixes: Mapping[str, str] = field(default_factory=dict)
     """Suffixes of names in older files, and their current form."""
     inner: str = ""
@@ -213,16 +227,27 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "kv_heads": config.groups,
         "head_size": config.head_width,
         "hidden": config.mlp_width,
+        "full_head_size": config.full_head_size or config.head_width,
+        "full_kv_heads": config.full_kv_heads or config.groups,
+        "shared_hidden": config.shared_hidden or config.mlp_width,
         "qkv_bias": config.has_qkv_bias,
         "residual_scale": config.branch_scale,
         "distinct_layers": config.distinct_layers or config.layers,
         "encoder_layers": config.encoder_layers or config.layers,
         "score_scale": config.score_scale or config.head_width**-0.5,
+        "temperature_growth": config.temperature_growth or 0.1,
+        "temperature_floor": config.temperature_step,
+        "temperature_layers": _alike(config.tempered(layer) for layer in layers),
+        "dense_hidden": config.dense_hidden or config.mlp_width,
+        "dense_layers": _alike(config.has_experts(layer) for layer in layers),
         "rotary_layers": _alike(config.rotates(layer) for layer in layers),
         "windows": _alike(config.window(layer) for layer in layers),
+        "delta_layers": _alike(config.is_delta(layer) for layer in layers),
         "choice": _alike(config.choice_of(layer) for layer in layers),
     }
     del settings["layer_choices"]
+    if config.temperature != "stepped":
+        settings |= dict.fromkeys(("temperature_growth", "temperature_floor"))
     choices = {config.choice_of(layer) for layer in layers}
     for key, name in _CHOICE_SETTINGS.items():
         if choices.isdisjoint(maps_with(key)):
@@ -259,12 +284,17 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
 def _match(name: str, rows: Iterable[Row], config: ModelConfig) -> Match | None:
     for row in rows:
         if match := _pattern(row.ours).fullmatch(name):
+            layer = int(match[1]) if match.groups() else None
+            if layer is not None and not row.at(config, layer):
+                continue
             theirs = tuple(
                 their_name.format(*match.groups(), expert=expert)
                 for their_name in row.theirs
                 for expert in range(config.experts if _EXPERT in their_name else 1)
             )
-            return Match(name, theirs, row.layout)
+            return Match(
+                name, theirs, row.layout, config if layer is None else config.at_layer(layer)
+            )
     return None
 
 

@@ -1,13 +1,19 @@
-"""Gemma 1, 2 and 3 (text): Llama's names; gains of 1 + weight, an embedding scaled by its width.
+"""Gemma 1 to 4 (text): Llama's names; gains of 1 + weight, an embedding scaled by its width.
 
 gemma         GeGLU, a head width independent of the model width
 gemma2        norms on both sides of a branch, soft caps, every second layer with a window
 gemma3_text   QK-norm; five layers of six have a window and another rotary base
+gemma4_text   gains of weight; wider heads without a window, normalised values, keys and values that
+              layers share, an embedding for every layer, a factor at the end of every block
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from fenchel.model.config import ModelConfig
+from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
-from fenchel.model.families.llama import NAMES, SIZES
+from fenchel.model.families.llama import COPIES, IGNORED, NAMES, SIZES
 from fenchel.model.families.rope_settings import rope, rope_with_local_base
 from fenchel.model.families.setting_rows import (
     Setting,
@@ -16,9 +22,10 @@ from fenchel.model.families.setting_rows import (
     flag,
     number_or_none,
     only,
+    unread,
     word,
 )
-from fenchel.model.families.tensor_rows import Row, weight
+from fenchel.model.families.tensor_rows import FUSED_QK, SAME, Row, weight
 from fenchel.model.families.window_settings import periodic
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release has gelu
@@ -26,10 +33,9 @@ _COMMON = (
     *SIZES,
     flag("tied", "tie_word_embeddings", True),
     Setting(lambda c: {"embedding_scale": c.integer("hidden_size") ** 0.5}, lambda _: {}),
-    constant(norm_plus_one=True),
     only("attention_bias", False),
-    only("use_bidirectional_attention", None, False),
 )
+_PLUS_ONE = (constant(norm_plus_one=True), only("use_bidirectional_attention", None, False))
 _GEMMA1 = weight("blocks.{}.mlp_norm", "model.layers.{}.post_attention_layernorm")
 _BOTH_SIDES = (
     weight("blocks.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm"),
@@ -50,15 +56,19 @@ def _query_scale() -> Setting:
     )
 
 
-def _later(logits: float | None) -> tuple[Setting, ...]:
-    """Settings that Gemma 2 and 3 share, with the default soft cap of the logits."""
+def _both_sides(logits: float | None) -> tuple[Setting, ...]:
+    """Settings of Gemma 2 and later, with the default soft cap of the logits."""
     return (
         word("mlp", "hidden_activation", _GATES, "gelu_pytorch_tanh"),
         constant(norm_place="both"),
-        _query_scale(),
         number_or_none("logit_softcap", "final_logit_softcapping", logits),
-        only("hidden_act", "gelu_pytorch_tanh"),
     )
+
+
+def _later(logits: float | None) -> tuple[Setting, ...]:
+    """Settings that Gemma 2 and 3 share."""
+    more = (*_PLUS_ONE, _query_scale(), only("hidden_act", "gelu_pytorch_tanh"))
+    return *_both_sides(logits), *more
 
 
 def _family(
@@ -68,10 +78,10 @@ def _family(
         name=name,
         architecture=architecture,
         settings=(*_COMMON, *settings),
-        tensors=(*NAMES, *tensors),
+        tensors=(*tensors, *NAMES),
         prefix="model.",
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-        ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        copies=COPIES,
+        ignored=IGNORED,
         defaults={"head_dim": 256, **defaults},
     )
 
@@ -80,6 +90,7 @@ GEMMA = _family(
     "gemma",
     "GemmaForCausalLM",
     (
+        *_PLUS_ONE,
         word("mlp", "hidden_act", _GATES, "gelu_pytorch_tanh"),
         only("hidden_activation", None, "gelu_pytorch_tanh"),
         rope(),
@@ -105,4 +116,151 @@ GEMMA3 = _family(
     ),
     *_BOTH_SIDES,
     **_LATER,
+)
+
+
+def _windows_but_the_last() -> Setting:
+    """The windows of Gemma 4: its last layer has none, whatever the file says."""
+    rows = periodic(6)
+
+    def read(c: ConfigReader) -> Settings:
+        windows = [*rows.read(c).get("windows", ())]
+        if windows:
+            windows[-1] = 0
+        return {"windows": tuple(windows)} if any(windows) else {}
+
+    return Setting(read, rows.write)
+
+
+_GEMMA4_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+_GEMMA4_POSITIONS = rope_with_local_base(
+    *(1e6, 1e4),
+    windows=_windows_but_the_last(),
+    types={"default": "default", "proportional": "proportional"},
+    missing=_GEMMA4_ROPE,
+)
+
+
+def _heads_without_a_window() -> Setting:
+    """The heads of layers without a window: by two keys, or layer by layer as transformers 5 saves.
+
+    Where no layer has a window, the heads of all.
+    """
+    width, groups, layers = "head_dim", "num_key_value_heads", "per_layer_config"
+
+    def read(c: ConfigReader) -> Settings:
+        windows = _GEMMA4_POSITIONS.read(c).get("windows", ())
+        elsewhere = {width: c.integer(width), groups: c.integer(groups)}
+        sizes = {**elsewhere, width: c.integer("global_head_dim", 512)}
+        own = c.integer_or_none("num_global_key_value_heads")
+        if c.flag("attention_k_eq_v", False) and own is not None:
+            sizes[groups] = own
+        if c.has(layers):  # then the two keys are not read
+            full = [n for n in range(c.layers()) if not windows or not windows[n]]
+            sizes = _alike_in_layers(c, layers, full, elsewhere)
+        names = ("full_head_size", "full_kv_heads") if windows else ("head_size", "kv_heads")
+        return dict(zip(names, (sizes[width], sizes[groups]), strict=True))
+
+    def write(m: ModelConfig) -> Settings:
+        sizes = {width: m.full_head_size or m.head_width, groups: m.full_kv_heads or m.groups}
+        full = [n for n in range(m.layers) if m.window(n) is None]
+        return {layers: {str(n): sizes for n in full}}
+
+    return Setting(read, write)
+
+
+def _alike_in_layers(
+    c: ConfigReader, key: str, layers: list[int], defaults: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes that an object gives for each of ``layers``, the same for all, and for no other."""
+    listed = c.part(key)
+    if {*listed.settings} != {str(n) for n in layers}:
+        raise c.wrong(key, [*listed.settings], f"an object for the layers {layers}")
+    each = [listed.part(str(n)) for n in layers]
+    for one in each:
+        if unknown := one.settings.keys() - defaults.keys():
+            raise c.wrong(key, sorted(unknown)[0], " and ".join(defaults))
+    sizes = [{name: one.integer(name, size) for name, size in defaults.items()} for one in each]
+    if any(one != sizes[0] for one in sizes):
+        raise c.wrong(key, sizes, "the same in every layer")
+    return sizes[0] if sizes else dict(defaults)
+
+
+def _shared_layers() -> Setting:
+    """The last layers without keys and values, whose MLP may be twice as wide."""
+    count, double = "num_kv_shared_layers", "use_double_wide_mlp"
+
+    def read(c: ConfigReader) -> Settings:
+        shared = c.integer(count, 0, least=0)
+        if shared and not c.integer("hidden_size_per_layer_input", 256, least=0):
+            raise c.wrong(count, shared, "0 without an embedding per layer, as in transformers")
+        wide = c.flag(double, False) and shared > 0
+        hidden = 2 * c.integer("intermediate_size") if wide else None
+        return {"shared_kv_layers": shared, "shared_hidden": hidden}
+
+    def write(m: ModelConfig) -> Settings:
+        return {count: m.shared_kv_layers, double: m.shared_hidden == 2 * m.mlp_width}
+
+    return Setting(read, write)
+
+
+def _per_layer_embedding() -> Setting:
+    """The embedding of every layer, of the same tokens as the first one."""
+    width, rows = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+
+    def read(c: ConfigReader) -> Settings:
+        per_layer, vocabulary = c.integer(width, 256, least=0), c.integer("vocab_size")
+        given = c.integer(rows, 262144)
+        if per_layer and given != vocabulary:
+            raise c.wrong(rows, given, f"vocab_size={vocabulary}; fenchel has one vocabulary")
+        return {"per_layer_width": per_layer}
+
+    return Setting(read, lambda m: {width: m.per_layer_width, rows: m.vocabulary})
+
+
+def _unused_keys(m: ModelConfig) -> str | None:
+    """Keys and values that published files hold for layers that attend to those of others."""
+    shared = [str(n) for n in range(m.layers) if m.kv_source(n) != n]
+    names = rf"layers\.({'|'.join(shared)})\.self_attn\.([kv]_proj|[kv]_norm)\.weight"
+    return rf"(model\.)?{names}" if shared else None
+
+
+def _shares(m: ModelConfig, layer: int) -> bool:
+    return m.kv_source(layer) != layer
+
+
+def _keys_only(m: ModelConfig, layer: int) -> bool:
+    return m.keys_as_values and m.window(layer) is None
+
+
+_QKV, _LAYER = "blocks.{}.attention.qkv.weight", "model.layers.{}"
+_Q, _K = (f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qk")
+GEMMA4 = replace(
+    _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        (
+            *_both_sides(None),
+            constant(qk_norm=True, value_norm=True, layer_scale=True, score_scale=1.0),
+            only("use_bidirectional_attention", None, False, "vision"),  # of images alone
+            only("enable_moe_block", False),
+            unread("num_experts", "top_k_experts", "moe_intermediate_size"),
+            _GEMMA4_POSITIONS,
+            flag("keys_as_values", "attention_k_eq_v", False),
+            *(_heads_without_a_window(), _shared_layers(), _per_layer_embedding()),
+        ),
+        *_BOTH_SIDES,
+        Row(_QKV, (_Q,), SAME, at=_shares),
+        Row(_QKV, (_Q, _K), FUSED_QK, at=_keys_only),
+        Row("blocks.{}.layer_scale", (f"{_LAYER}.layer_scalar",), SAME),
+        weight("blocks.{}.per_layer_gate", f"{_LAYER}.per_layer_input_gate"),
+        weight("blocks.{}.per_layer_out", f"{_LAYER}.per_layer_projection"),
+        weight("blocks.{}.per_layer_norm", f"{_LAYER}.post_per_layer_input_norm"),
+        weight("per_layer_embed", "model.embed_tokens_per_layer"),
+        weight("per_layer_proj", "model.per_layer_model_projection"),
+        weight("per_layer_norm", "model.per_layer_projection_norm"),
+        num_key_value_heads=4,
+        sliding_window=512,
+    ),
+    unused=_unused_keys,
 )

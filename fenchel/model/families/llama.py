@@ -5,7 +5,7 @@ mistral            a window in every layer, or none
 ministral3         YaRN, and queries that grow with their position
 qwen2              a bias for queries, keys and values only
 qwen3              RMSNorm of queries and keys per head
-qwen3_moe          and experts, each with tensors of its own
+qwen3_moe          and experts, each with tensors of its own, in all layers or some
 granite            factors on the embedding, the branches, the scores and the logits
 granitemoehybrid   the same, without experts and without Mamba layers (Granite 4 dense)
 olmo2              norms after the branches; RMSNorm of the queries and keys of all heads
@@ -107,8 +107,8 @@ _COMMON = (
 )
 _ROPE = rope()
 _TENSORS = (*NAMES, weight("blocks.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"))
-_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-_IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def _biases() -> Setting:
@@ -157,16 +157,18 @@ def _multipliers() -> Setting:
     return Setting(read, write)
 
 
-def _query_growth() -> Setting:
+def _temperature() -> Setting:
     """The factor on queries beyond the trained context, among the rotary parameters."""
     key = "llama_4_scaling_beta"
 
     def read(c: ConfigReader) -> Settings:
-        return {"query_growth": rope_parameters(c, _MINISTRAL_ROPE).number(key) or None}
+        growth = rope_parameters(c, _MINISTRAL_ROPE).number(key)
+        return {"temperature": "stepped", "temperature_growth": growth} if growth else {}
 
     def write(m: ModelConfig) -> Settings:
         parameters = _ROPE.write(m)["rope_parameters"]
-        return {"rope_parameters": {**parameters, key: m.query_growth or 0.0}}
+        growth = (m.temperature_growth or 0.1) if m.temperature == "stepped" else 0.0
+        return {"rope_parameters": {**parameters, key: growth}}
 
     return Setting(read, write)
 
@@ -242,6 +244,27 @@ def _no_rope() -> Setting:
     return Setting(read, write)
 
 
+def _dense_layers() -> Setting:
+    """Layers without experts: those that are listed, and all but every n-th (Qwen3-MoE)."""
+    listed, step = "mlp_only_layers", "decoder_sparse_step"
+
+    def read(c: ConfigReader) -> Settings:
+        layers, every = c.layers(), c.integer(step, 1)
+        named = c.integers(listed)
+        dense = tuple(int(n in named or (n + 1) % every != 0) for n in range(layers))
+        if all(dense):
+            raise c.wrong(listed, named, "some layers, with experts in the others")
+        if not any(dense):
+            return {}
+        return {"dense_layers": dense, "dense_hidden": c.integer("intermediate_size")}
+
+    def write(m: ModelConfig) -> Settings:
+        dense = [layer for layer in range(m.layers) if not m.has_experts(layer)]
+        return {listed: dense, step: 1, "intermediate_size": m.dense_hidden or m.mlp_width}
+
+    return Setting(read, write)
+
+
 def _family(
     name: str,
     architecture: str,
@@ -257,8 +280,8 @@ def _family(
         settings=(*_COMMON, rotary, *rows),
         tensors=(*tensors, *_TENSORS),
         prefix="model.",
-        copies=_COPIES,
-        ignored=_IGNORED,
+        copies=COPIES,
+        ignored=IGNORED,
         defaults=defaults,
     )
 
@@ -342,7 +365,7 @@ _MINISTRAL_ROPE = {
 MINISTRAL3 = _family(
     "ministral3",
     "Ministral3ForCausalLM",
-    *(uniform(), _query_growth()),
+    *(uniform(), _temperature()),
     rotary=rope(types=_YARN, missing=_MINISTRAL_ROPE),
     num_key_value_heads=8,
     head_dim=128,
@@ -372,8 +395,8 @@ NANOCHAT = Family(
         *NAMES,
     ),
     prefix="model.",
-    copies=_COPIES,
-    ignored=_IGNORED,
+    copies=COPIES,
+    ignored=IGNORED,
     defaults={"intermediate_size": 8192},
 )
 _EXPERTS = (unread("router_aux_loss_coef", "output_router_logits"),)
@@ -385,7 +408,7 @@ QWEN3_MOE = _family(
     size("experts", "num_experts", "num_local_experts", default=128),
     size("experts_per_token", "num_experts_per_tok", default=8),
     flag("router_normalise", "norm_topk_prob", False),
-    *(only("mlp_only_layers", [], None), only("decoder_sparse_step", 1), *_EXPERTS),
+    *(_dense_layers(), *_EXPERTS),
     tensors=(
         weight("blocks.{}.mlp.router", "model.layers.{}.mlp.gate"),
         *(

@@ -26,7 +26,7 @@ from fenchel.model.families.bert import (
 from fenchel.model.families.bloom import BLOOM
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.family import Family
-from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
 from fenchel.model.families.llama import (
@@ -46,13 +46,14 @@ from fenchel.model.families.llama import (
     SMOLLM3,
 )
 from fenchel.model.families.modernbert import MODERNBERT, MODERNBERT_BODY
+from fenchel.model.families.qwen3_5 import QWEN3_5
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
-    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT),
+    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT, QWEN3_5),
     *(GPT2, GPT_NEOX, BLOOM),
-    *(GEMMA, GEMMA2, GEMMA3),
+    *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
     *(MPNET, MPNET_BODY, DISTILBERT, DISTILBERT_BODY, MODERNBERT, MODERNBERT_BODY, ALBERT, T5),
 )
@@ -64,6 +65,16 @@ _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        }
+    },
+    "gemma4": {
+        "gemma4_text": {
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
             "num_attention_heads": 8,
             "max_position_embeddings": 131072,
         }
@@ -86,6 +97,16 @@ _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
             "max_position_embeddings": 262144,
         },
     },
+    "qwen3_5": {
+        "qwen3_5_text": {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32768,
+        }
+    },
 }
 """Larger models with a text model inside: its families, the first where none is named, and the
 settings that their classes have, which older files leave out."""
@@ -94,11 +115,11 @@ _LONG_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_TOWERS = tuple(
-    f"{outer}{part}."
-    for part in ("vision_tower", "multi_modal_projector")
-    for outer in ("", "model.")
+_PARTS = (
+    *("vision_tower", "audio_tower", "visual"),
+    *("multi_modal_projector", "embed_vision", "embed_audio"),
 )
+_TOWERS = tuple(f"{outer}{part}." for part in _PARTS for outer in ("", "model."))
 MODEL_TYPES = frozenset({*(family.name for family in FAMILIES), *_TEXT_MODELS})
 """Every model_type that is read."""
 
@@ -156,7 +177,7 @@ def _in_transformers(model_type: str) -> bool:
     """Whether transformers is installed and has a folder for the family; it is not imported."""
     found = find_spec("transformers")
     places = () if found is None else found.submodule_search_locations or ()
-    folder = model_type.replace("-", "_")
+    folder = model_type.replace("-", "_").removesuffix("_text")  # of a text model inside a larger
     named = re.fullmatch(r"\w+", folder) is not None
     return named and any((Path(place) / "models" / folder).is_dir() for place in places)
 

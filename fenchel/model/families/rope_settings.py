@@ -68,19 +68,24 @@ def rope_with_local_base(
     local: float,
     windows: Setting,
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq"),
+    types: Mapping[str, str] = _TYPES,
+    missing: Mapping[str, Any] = MappingProxyType({}),
 ) -> Setting:
     """Layers with a window have their own rotary base, ``local`` by default.
 
-    ``older`` are the keys of the two bases in older files.
+    ``older`` are the keys of the two bases in older files; ``types`` are those of layers without a
+    window, and ``missing`` their parameters where a file has none.
     """
 
     def read(c: ConfigReader) -> Settings:
         parameters, older_full = c.part("rope_parameters"), c.part("rope_scaling").settings
-        both = {**parameters.part("full_attention").settings, **older_full}
+        both = {**parameters.part("full_attention").settings, **older_full} or missing
         full, sliding = ConfigReader(both, (), c.where), parameters.part("sliding_attention")
         base_of_file = c.number(older[0], base)
-        settings = _read_parameters(c, full, base_of_file, nested=True) | windows.read(c)
-        _require_whole_heads(c, full, scaled="rotary_scaling" in settings)
+        settings = _read_parameters(c, full, base_of_file, nested=True, types=types)
+        settings |= windows.read(c)
+        if settings.get("rotary_scaling") != "proportional":
+            _require_whole_heads(c, full, scaled="rotary_scaling" in settings)
         _require_whole_heads(c, sliding, scaled=False)
         sliding.only("rope_type", ("default",))
         local_base = sliding.number("rope_theta", c.number(older[1], local))
@@ -153,6 +158,12 @@ def _read_parameters(
         return settings
     if kind == "longrope":
         return settings | _read_longrope(c, parameters)
+    if kind == "proportional":
+        return settings | {
+            "rotary_scaling": kind,
+            "rotary_fraction": parameters.number(_FRACTION, 1.0),
+            "rotary_factor": parameters.number("factor", 1.0),
+        }
     settings |= {"rotary_scaling": kind, "rotary_factor": parameters.number("factor")}
     if kind == "linear":
         return settings
@@ -204,6 +215,9 @@ def _parameters(m: ModelConfig, base: float) -> dict[str, Any]:
             "long_factor": list(m.rotary_long),
             "attention_factor": m.rotary_attention or 1.0,
         }
+    if m.rotary_scaling == "proportional":
+        factor = {"factor": m.rotary_factor} if m.rotary_factor != 1.0 else {}
+        return {**parameters, "rope_type": "proportional", _FRACTION: m.rotary_fraction, **factor}
     if kind == "default":
         return parameters
     parameters["factor"] = m.rotary_factor

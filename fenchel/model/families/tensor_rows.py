@@ -5,6 +5,7 @@
     TRANSPOSED         theirs computes x W, ours x W^T (GPT-2, and the experts of gpt-oss)
     FUSED_QKV          queries, keys and values are one matrix here and three there
     FLIPPED_QKV        and the halves of each query and key change places: theirs rotate backwards
+    FUSED_QK           queries and keys are one matrix here and two there; there are no values
     FUSED_KV           keys and values are one matrix here and two there
     FIRST_HALF,        one tensor there holds the rows of two of ours (gate and up of Phi-3)
     SECOND_HALF
@@ -12,6 +13,9 @@
     STACKED            experts are one tensor here and a list there (Qwen3-MoE)
     LAST_ROWS          theirs has rows before ours that no position uses (RoBERTa); written as zeros
     INTERLEAVED_QKV    theirs has query, key and value of head 1, then of head 2 (NeoX, BLOOM)
+    GATED_QKV, GATE    as FUSED_QKV, and the rows of each query head are followed by those of its
+                       output gate, which is another of ours (Qwen3.5)
+    FILTER             a causal filter per channel: (C, K) here, (C, 1, K) there
 
 ``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME and the
 halves copy.
@@ -39,6 +43,8 @@ class Layout(NamedTuple):
     """The number of this one among them."""
     merge: Callable[[list[Tensor]], Tensor] = torch.cat
     """What ``split`` gives for all of them, to the one tensor that holds them."""
+    alone: tuple[int, ...] = ()
+    """Of several tensors, the numbers of those that hold this one of ours alone all the same."""
 
 
 class Row(NamedTuple):
@@ -51,11 +57,17 @@ class Row(NamedTuple):
     theirs: tuple[str, ...]
     layout: Layout
     when: Callable[[ModelConfig], bool] = lambda _: True
+    at: Callable[[ModelConfig, int], bool] = lambda _config, _layer: True
+    """Which layers the row is for."""
 
 
 def _split_qkv(ours: Tensor, config: ModelConfig) -> list[Tensor]:
     H, G, D = config.heads, config.groups, config.head_width
     return list(torch.split(ours, [H * D, G * D, G * D]))
+
+
+def _split_qk(ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    return list(torch.split(ours, [n * config.head_width for n in (config.heads, config.groups)]))
 
 
 def _flip(rows: Tensor, D: int) -> Tensor:
@@ -91,6 +103,7 @@ REPEATED = Layout(lambda theirs, _: theirs[1], lambda ours, _: [ours, ours.clone
 # Copied: safetensors needs contiguous tensors.
 TRANSPOSED = Layout(lambda theirs, _: theirs[0].mT.contiguous(), lambda ours, _: [ours.mT])
 FUSED_QKV = Layout(lambda theirs, _: torch.cat(list(theirs)), _split_qkv)
+FUSED_QK = Layout(FUSED_QKV.join, _split_qk)
 FLIPPED_QKV = Layout(_join_flipped, _split_flipped)
 FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
 FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ours], 2, 0)
@@ -118,6 +131,40 @@ LAST_ROWS = Layout(
     lambda ours, _: [torch.cat((ours.new_zeros(2, ours.shape[1]), ours))],
 )
 INTERLEAVED_QKV = Layout(_join_interleaved, _split_interleaved)
+
+
+def _beside_gate(ours: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of all heads as (H, 1, D, ...)."""
+    return ours.reshape(config.heads, 1, config.head_width, *ours.shape[1:])
+
+
+def _query_or_gate(theirs: Tensor, config: ModelConfig, part: int) -> Tensor:
+    """The rows of queries (0) or of gates (1), from those of both side by side per head."""
+    heads = theirs.reshape(config.heads, 2, config.head_width, *theirs.shape[1:])
+    return heads[:, part].reshape(-1, *theirs.shape[1:])
+
+
+def _join_gated(theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    q, k, v = theirs
+    return torch.cat((_query_or_gate(q, config, 0), k, v))
+
+
+def _split_gated(ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    q, k, v = _split_qkv(ours, config)
+    return [_beside_gate(q, config), k, v]
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1).flatten(0, 2)
+
+
+GATED_QKV = Layout(_join_gated, _split_gated, 2, 0, _side_by_side, alone=(1, 2))
+GATE = Layout(
+    lambda theirs, config: _query_or_gate(theirs[0], config, 1),
+    lambda ours, config: [_beside_gate(ours, config)],
+    *(2, 1, _side_by_side),
+)
+FILTER = Layout(lambda theirs, _: theirs[0].squeeze(1), lambda ours, _: [ours.unsqueeze(1)])
 
 
 def weight_and_bias(

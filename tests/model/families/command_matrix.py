@@ -18,7 +18,7 @@ from fenchel.inspection.our_model import record_pass, require_choice
 from fenchel.interpretability import ablate, lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import FAMILIES
-from fenchel.pipeline.tuning import tune_settings
+from fenchel.pipeline.tuning import memory, tune_settings
 from fenchel.server.embeddings import Embedder
 from fenchel.steering import difference_of_means, divergence
 from tests.model.families.test_written_settings import SIZES, SMALLEST
@@ -38,7 +38,7 @@ def embedded(model: Transformer) -> None:
 
 
 def tuned(model: Transformer) -> None:
-    tune_settings({}, Path("checkpoint"), model.config)
+    memory(tune_settings({}, Path("checkpoint"), model.config), model)
 
 
 def inspected(model: Transformer) -> None:
@@ -103,7 +103,7 @@ def matrix() -> str:
         f"| --- |{' --- |' * len(COLUMNS)}",
     ]
     for family in FAMILIES:
-        config = ModelConfig(**SIZES, **SMALLEST[family.architecture])
+        config = ModelConfig(**{**SIZES, **SMALLEST[family.architecture]})
         if not config.lm_head:
             continue
         model = Transformer(config, generator=torch.Generator().manual_seed(0)).eval()

@@ -55,6 +55,19 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
 }
 NEAR, ALL = "sliding_attention", "full_attention"
+LINEAR_LAYER = "linear_attention"
+GEMMA4 = {
+    **GROUPED,
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 4,
+    "vocab_size_per_layer_input": 70,
+    "rope_parameters": {
+        ALL: {"rope_type": "proportional", "rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+        NEAR: {"rope_type": "default", "rope_theta": 70.0},
+    },
+}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4, **TOKENS}
 BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
@@ -206,6 +219,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4},
     ),
+    "qwen3-moe with dense layers": (
+        "Qwen3Moe",
+        {
+            **QWEN3_MOE,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -215,6 +238,20 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "sliding_window": 4,
             "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "layer_types": [LINEAR_LAYER, LINEAR_LAYER, ALL],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
         },
     ),
     "phi3": (
@@ -249,6 +286,27 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {**GROUPED, "head_dim": 16, "sliding_window": 4, "layer_types": [NEAR, ALL, NEAR]},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "layer_types": [NEAR, NEAR, ALL, NEAR, ALL],
+            "hidden_size_per_layer_input": 10,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4, keys as values": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "layer_types": [NEAR, ALL, NEAR, NEAR, ALL],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 9.0,
+        },
     ),
     "gpt-neox": ("GPTNeoX", {**COMMON, "num_attention_heads": 6}),
     "gpt-neox in sequence": (
@@ -304,7 +362,7 @@ def foreign() -> Callable[[str], Any]:
     def build(name: str) -> Any:
         if name not in made:
             kind, settings = FAMILIES[name]
-            text = "Text" if kind == "Gemma3" else ""
+            text = "Text" if kind in ("Gemma3", "Gemma4", "Qwen3_5") else ""
             config = getattr(transformers, f"{kind}{text}Config")(**settings)
             config._attn_implementation = "eager"
             head = HEADS.get(kind, "ForCausalLM")
@@ -322,6 +380,9 @@ def stirred(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     return model.eval()
 
 

@@ -20,7 +20,7 @@ from fenchel.generation import generate
 from fenchel.inspection import open_model
 from fenchel.inspection.our_model import OurModel
 from fenchel.model.families import family_of
-from tests.model.families.conftest import ALL, GROUPED, NEAR, YARN, distinctive, stirred
+from tests.model.families.conftest import ALL, GEMMA4, GROUPED, NEAR, YARN, distinctive, stirred
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 IDS = torch.randint(3, 70, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -42,6 +42,19 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {
+                **GEMMA4,
+                "layer_types": [NEAR, ALL, NEAR, NEAR, ALL],
+                "hidden_size_per_layer_input": 6,
+                "num_kv_shared_layers": 1,
+            },
+            "vision_config": {**EYES, "num_key_value_heads": 2, "head_dim": 8},
+            "audio_config": None,
+        },
+    ),
     "mistral3": (
         "Mistral3",
         {
@@ -61,8 +74,43 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**EYES, "model_type": "pixtral", "head_dim": 8},
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "text_config": {
+                **TEXT,
+                "layer_types": ["linear_attention", "linear_attention", ALL],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 12,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 700.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 20,
+                "num_heads": 2,
+                "out_hidden_size": 48,
+                "num_position_embeddings": 16,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
-WRITTEN_AS = {"gemma3": "gemma3_text", "mistral3": "mistral", "mistral3 of 2512": "ministral3"}
+WRITTEN_AS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "mistral3 of 2512": "ministral3",
+    "qwen3.5": "qwen3_5_text",
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +158,10 @@ def test_its_text_model_is_read_and_what_is_left_out_is_said_once(
         model = load_model(path)
     (notice,) = caught
     assert notice.category is Notice
-    said = rf"as {WRITTEN_AS[name]}; left out are vision_tower\.\* \(\d+ tensors\), "
-    assert re.search(said + r"multi_modal_projector\.\* \(\d tensors\), .*vision_", str(notice))
+    eyes = r"(model\.)?(vision_tower|visual)\.\* \(\d+ tensors\), "
+    said = rf"as {WRITTEN_AS[name]}; left out are {eyes}"
+    bridge = r"(multi_modal_projector|model\.embed_vision)\.\* \(\d tensors\), "
+    assert re.search(said + ("" if name == "qwen3.5" else bridge) + ".*vision_", str(notice))
     torch.testing.assert_close(logits_of(model), logits_of(theirs), atol=2e-5, rtol=0)
     greedy = theirs.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert generate(model, IDS, max_new_tokens=8, temperature=0.0).tolist() == greedy.tolist()

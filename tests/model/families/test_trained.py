@@ -17,11 +17,11 @@ from fenchel.checkpoints import load
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.cli import main
 from fenchel.generation import generate
-from tests.model.families.conftest import COMMON, GROUPED, distinctive
+from tests.model.families.conftest import ALL, COMMON, GEMMA4, GROUPED, NEAR, distinctive
 
 START, STOP, MASK = 11, 12, 13
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-IDS = {"bos_token_id": START, "eos_token_id": STOP}
+IDS = {"bos_token_id": START, "eos_token_id": STOP, "pad_token_id": 14}
 
 
 def trained(model: Any, inputs: torch.Tensor, targets: torch.Tensor, steps: int) -> Any:
@@ -37,13 +37,41 @@ def trained(model: Any, inputs: torch.Tensor, targets: torch.Tensor, steps: int)
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A nanochat whose texts count from 20 after <start>, and from 40 without it, to <stop>."""
-    path, count = tmp_path_factory.mktemp("nanochat"), torch.arange(8)
-    settings = {**GROUPED, **IDS, "pad_token_id": 14, "num_hidden_layers": 2}
+DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "NanoChat": ("NanoChatConfig", {**GROUPED, "num_hidden_layers": 2}),
+    "Qwen3_5": ("Qwen3_5TextConfig", {**GROUPED, **DELTA, "num_hidden_layers": 2}),
+    "Gemma4": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": [NEAR, ALL, NEAR, ALL],
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def decoder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
+    """A decoder whose texts count from 20 after <start>, and from 40 without it, to <stop>."""
+    path, count = tmp_path_factory.mktemp(request.param), torch.arange(8)
+    kind, settings = DECODERS[request.param]
+    config = getattr(transformers, kind)(**{**settings, **IDS})
     torch.manual_seed(0)
-    model = transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**settings))
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config)
     first = torch.tensor([[15], [16], [17]])
     after_start = torch.cat((torch.full((3, 1), START), first, (20 + count).expand(3, 8)), 1)
     without = torch.cat((first, (40 + count).expand(3, 8), torch.full((3, 1), STOP)), 1)

@@ -19,6 +19,7 @@ from fenchel.checkpoints import convert, load_model, save
 from fenchel.cli.doctor import find_pitfalls
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import family_of
+from tests.model.families.conftest import ALL, GEMMA4, NEAR
 
 Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
 WEIGHTS = "model.safetensors"
@@ -184,6 +185,39 @@ def test_a_granite_4_is_read_where_all_layers_are_attention(
         load_model(path)
 
 
+def test_a_gemma_4_as_published_has_other_keys_and_unused_tensors(
+    written: Written, foreign: Foreign
+) -> None:
+    """Two keys for heads without a window, and keys of layers that use those of others."""
+
+    def add_unused(weights: dict[str, Tensor]) -> None:
+        for name in ("k_proj", "v_proj", "k_norm"):
+            weights[f"model.layers.4.self_attn.{name}.weight"] = torch.ones(3)
+
+    path = resay(written("gemma4"), ("per_layer_config",), global_head_dim=24)
+    require_agreement(rewrite(path, add_unused), foreign("gemma4"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"global_head_dim": 24},
+        {"global_head_dim": 24, "num_global_key_value_heads": 1},
+        {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        {"per_layer_config": {n: {"num_key_value_heads": 1} for n in "24"}, "global_head_dim": 24},
+        {"per_layer_config": {n: {"head_dim": 8} for n in "24"}},
+    ],
+    ids=str,
+)
+def test_heads_without_a_window_are_those_of_transformers(keys: dict[str, Any]) -> None:
+    settings = {**GEMMA4, "layer_types": [NEAR, NEAR, ALL, NEAR, ALL], **keys}
+    theirs = transformers.Gemma4TextConfig(**json.loads(json.dumps(settings)))
+    ours = family_of("gemma4_text", (), Path()).read(settings, (), Path("config.json"))
+    for layer in range(5):
+        own, wanted = ours.at_layer(layer), theirs.per_layer_config[layer]
+        assert (own.head_width, own.groups) == (wanted.head_dim, wanted.num_key_value_heads)
+
+
 def test_a_gate_that_is_clamped_is_computed_as_in_transformers(written: Written) -> None:
     def enlarge(weights: dict[str, Tensor]) -> None:
         for name in weights:
@@ -304,6 +338,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
+    "gemma4_text": {"vocab_size_per_layer_input": 70},
     "granite": {},
     "olmo2": {},
     "olmo3": {},
@@ -326,6 +361,7 @@ def test_keys_that_a_file_leaves_out_have_the_values_of_transformers(kind: str) 
     sizes = {"vocab_size": 70, "hidden_size": 2048, "num_hidden_layers": 8}
     sizes |= {"num_attention_heads": 32, "intermediate_size": 56, "max_position_embeddings": 8192}
     theirs = transformers.AutoConfig.for_model(kind, **sizes, **ABSENT[kind])
+    theirs.allow_global_per_layer_attribute_access = True  # of Gemma 4
     ours = family_of(kind, (), Path()).read({**sizes, **ABSENT[kind]}, (), Path("config.json"))
     types = getattr(theirs, "layer_types", None) or 8 * ["sliding_attention"]
     width = getattr(theirs, "sliding_window", None)
@@ -335,6 +371,7 @@ def test_keys_that_a_file_leaves_out_have_the_values_of_transformers(kind: str) 
     assert [ours.rotates(layer) for layer in range(8)] == [bool(one) for one in rotated]
     assert ours.groups == theirs.num_key_value_heads
     assert ours.head_width == getattr(theirs, "head_dim", 64)
+    assert (ours.full_head_size or 512) == 512
     assert (ours.epsilon, ours.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert ours.rotary_base == _rope_of(theirs)["rope_theta"]
     if _rope_of(theirs)["rope_type"] == "yarn":
@@ -399,6 +436,23 @@ def test_a_number_gives_the_pattern_of_windows(written: Written) -> None:
         ("t5", {"dense_act_fn": "gelu_new"}, "dense_act_fn='gelu_new'"),
         ("bert", {"type_vocab_size": 0}, "type_vocab_size=0 should be"),
         ("llama linear", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, "with experts in the others"),
+        ("qwen3-moe", {"mlp_only_layers": "1"}, "a list of whole numbers"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True is a variant"),
+        ("gemma4", {"vocab_size_per_layer_input": 71}, "fenchel has one vocabulary"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}}}, "an object for the layers"),
+        (
+            "gemma4",
+            {"per_layer_config": {"2": {"head_dim": 24}, "4": {"head_dim": 16}}},
+            "the same in every layer",
+        ),
+        (
+            "gemma4",
+            {"per_layer_config": {n: {"sliding_window": 3} for n in "24"}},
+            "head_dim and num_key_value_heads",
+        ),
+        ("gemma4, keys as values", {"num_kv_shared_layers": 2}, "without an embedding per layer"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "leave none with keys"),
     ],
 )
 def test_a_variant_that_we_do_not_have_is_named(
@@ -439,6 +493,7 @@ def test_a_soft_cap_that_transformers_does_not_apply_is_named(written: Written) 
             {},
             "not a known family; fenchel inspect and .* transformers. Known are llama",
         ),
+        ("llama4_text", {}, "not a known family; fenchel inspect and fenchel attach read it"),
         ("unheard", {}, "'unheard' is not a known family. Known are llama, mistral"),
         ("../gpt2", {}, "'../gpt2' is not a known family. Known are"),
     ],
