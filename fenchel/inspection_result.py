@@ -63,6 +63,8 @@ class Head:
     """Mean distance from a query to its keys, in tokens, by weight."""
     not_taken: float = 0.0
     """Mean mass that no token gets: the weight of a sink, and 1 - g under an output gate g."""
+    alpha: float | None = None
+    """The exponent of entmax, which a head may have learned; None under another map."""
     column: float
     """The largest column sum of the weights: |P|_2 is at most its root."""
     column_token: int
@@ -239,6 +241,10 @@ class Certification:
         return dict(_plain(self, ()))
 
 
+VACUOUS = 1e-3
+"""Share of the attacked radius below which a certified one is called vacuous."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecisionRow:
     """The distance from the text to another next token at one position, from both sides."""
@@ -261,7 +267,19 @@ class DecisionRow:
     moved: list[float]
     """Share of each token in the squared length of that change."""
     parts: dict[str, float]
-    """What the margin lost at the certified radius."""
+    """What the margin lost at the certified radius, by kind of remainder."""
+    stages: dict[str, float]
+    """The same by stage, such as "block 2 MLP"."""
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether the certificate says nothing: less than ``VACUOUS`` of the attacked radius."""
+        return self.certified < VACUOUS * self.attacked if self.ratio is not None else False
+
+    @property
+    def loses_most(self) -> str:
+        """The stage whose remainders cost the margin most; "" where nothing was certified."""
+        return max(self.stages, key=lambda name: self.stages[name], default="")
 
     @property
     def ratio(self) -> float | None:
@@ -288,10 +306,10 @@ class DecisionCertification:
     seconds: dict[str, float]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, with the ratios: None for what is not finite."""
+        """As JSON has it, with what follows from each row: None for what is not finite."""
         plain = dict(_plain(self, ()))
         for row, of in zip(plain["rows"], self.rows, strict=True):
-            row["ratio"] = of.ratio
+            row |= {"ratio": of.ratio, "vacuous": of.vacuous, "loses_most": of.loses_most}
         return plain
 
 
@@ -346,6 +364,8 @@ class ScoreParts:
     prior: float | None
     """Log-prior of the key less its mean under p; None where the layer has only a mask."""
     softcap: float | None
+    sink: float | None = None
+    """The weight of a sink, which is no key: the mean is over the others. None without one."""
 
     @property
     def contrast(self) -> float:
@@ -354,8 +374,9 @@ class ScoreParts:
 
     @property
     def above_others(self) -> float:
-        """The score less the mean of the other keys: contrast / (1 - weight)."""
-        return self.contrast / (1.0 - self.weight) if self.weight < 1.0 else math.nan
+        """The score less the mean of the other keys: contrast / (1 - weight among the keys)."""
+        weight = self.weight / (1.0 - (self.sink or 0.0))
+        return self.contrast / (1.0 - weight) if weight < 1.0 else math.nan
 
     @property
     def by_query(self) -> list[float]:

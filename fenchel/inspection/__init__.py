@@ -1,7 +1,13 @@
 """What a checkpoint's attention does on a text, measured."""
 
 from fenchel.inspection.certificates import Search
-from fenchel.inspection.decisions import Decision, certify_decision, certify_text_decisions
+from fenchel.inspection.decisions import (
+    Decision,
+    certify_constant,
+    certify_decision,
+    certify_text_constant,
+    certify_text_decisions,
+)
 from fenchel.inspection.loader import open_model
 from fenchel.inspection.run import certify_model, inspect
 from fenchel.inspection.trace import InspectedModel
@@ -18,8 +24,10 @@ __all__ = [
     "InspectedModel",
     "Inspection",
     "Search",
+    "certify_constant",
     "certify_decision",
     "certify_model",
+    "certify_text_constant",
     "certify_text_decisions",
     "inspect",
     "open_model",

@@ -180,8 +180,18 @@ def certify_layer(
 def why_not(record: BlockRecord) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
     (module, context), spec = _attention(record), record.call.spec
-    if context.query_scale is not None and not bool((context.query_scale == 1).all()):
+    beta = module.temperature(context)
+    if beta is not None and not bool((beta == 1).all()):
         return "scales its queries by their position, for which no bound over a ball is known here"
+    if module.sink_map is not None:
+        return "makes its sinks of its input, for which no bound over a ball is known here"
+    if module.kv_source != module.layer:
+        return (
+            f"attends to the keys of layer {module.kv_source + 1}, for which no bound over a ball "
+            "is known here"
+        )
+    if module.v_norm is not None or not module.rows[2]:
+        return "makes its values by a norm, for which no bound over a ball is known here"
     if module.l2:
         return "scores by distance, for which no bound over a ball is known here"
     if module.joint_norm:
@@ -201,6 +211,8 @@ def why_no_block(record: BlockRecord) -> str | None:
         return "attends to an encoder, for which no bound over a ball is known here"
     if not isinstance(block.mlp, Mlp):
         return "chooses among experts, for which no bound over a ball is known here"
+    if block.per_layer_gate is not None or block.layer_scale is not None:
+        return "goes on after its MLP, for which no bound over a ball is known here"
     if block.mlp.clamped:
         return "clamps its gated MLP, for which no bound over a ball is known here"
     return why_not(record)
@@ -344,6 +356,7 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
     H, G = len(layer.W_Q), len(layer.W_K)
     rows, prior = layer.W_O.reshape(H, -1, layer.W_O.shape[-1]), layer.prior
     b_q, b_k, b_v = layer.biases
+    per_head = layer.choice.tensors()
 
     def head(h: int) -> SelfAttention:
         part = prior
@@ -356,6 +369,7 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
             W_K=layer.W_K[g],
             W_V=layer.W_V[g],
             W_O=rows[h],
+            choice=layer.choice.with_tensors([x.expand(H, 1, 1)[h] for x in per_head]),
             biases=(
                 None if b_q is None else b_q[h],
                 None if b_k is None else b_k[g],

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from fenchel.sensitivity.layers import (
     Residual,
     with_dtype,
 )
+from fenchel.sensitivity.token_lipschitz import largest_stretch, logit_bound
 
 _AGREEMENT = 1e-3  # of the largest logit, between the network written out and the model
 _SHARE = 0.7  # of a budget, for the certificate
@@ -59,6 +61,8 @@ class PositionDecision:
     """A change of the embeddings, (position + 1, M), of length ``attacked``."""
     parts: dict[str, float]
     """What the margin lost at the certified radius, by kind of remainder."""
+    stages: list[float]
+    """The same by stage of the network, without the gradient and the last norm."""
 
     @property
     def ratio(self) -> float:
@@ -172,6 +176,7 @@ def certify_decision(
                 first_order=radius.first_order,
                 witness=change,
                 parts={} if radius.bound is None else radius.bound.parts,
+                stages=[] if radius.bound is None else radius.bound.stages,
             )
         )
     spent = time.monotonic() - begin
@@ -214,6 +219,7 @@ def certify_text_decisions(
             first_order=one.first_order,
             moved=[float(f"{share:.4g}") for share in (moved / moved.sum()).tolist()],
             parts=one.parts,
+            stages={_stage_name(s): lost for s, lost in enumerate(one.stages)},
         )
 
     return DecisionCertification(
@@ -227,6 +233,52 @@ def certify_text_decisions(
         rows=[row(one) for one in found.positions],
         seconds={"decisions": found.seconds},
     )
+
+
+def _stage_name(s: int) -> str:
+    """
+    >>> _stage_name(3)
+    'block 2 MLP'
+    """
+    return f"block {s // 2 + 1} {'MLP' if s % 2 else 'attention'}"
+
+
+class LogitConstant(NamedTuple):
+    """How far a logit can move when no token embedding moves further than 1."""
+
+    certified: float
+    """No logit moves further, for any text."""
+    attacked: float
+    """The largest stretch that an attack found."""
+    embedding: float
+    """Mean length of the embeddings that the attack began at."""
+
+
+def certify_constant(model: Transformer, ids: Tensor) -> LogitConstant:
+    """A Lipschitz constant of the logits from both sides; ids (T,) are where the attack begins.
+
+    The certified end is a function of the weights alone (fenchel/sensitivity/token_lipschitz.py).
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> config = ModelConfig(vocabulary=16, width=8, layers=1, heads=2, initial="normal")
+    >>> model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    >>> constant = certify_constant(model, torch.tensor([3, 1, 2]))
+    >>> 0.0 < constant.attacked <= constant.certified
+    True
+    """
+    network, X = network_of(model, ids)
+    certified = logit_bound([*network.stages, network.norm], network.head, X.shape[-1])
+    attacked = largest_stretch(network, X, network.head.W.mT).gain
+    return LogitConstant(certified, attacked, float(X.norm(dim=-1).mean()))
+
+
+def certify_text_constant(
+    model: InspectedModel, source: str, *, max_tokens: int = 16
+) -> LogitConstant:
+    """``certify_constant`` on the first tokens of ``source``."""
+    layer_count(model)  # refuses models of transformers
+    assert isinstance(model, OurModel)
+    return certify_constant(model.model, torch.tensor(tokenize_text(model, source, max_tokens).ids))
 
 
 def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
+from fenchel.choice.base import require_simplex
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import TextTokenizer
 from fenchel.hf.adapter import Attachment
@@ -187,9 +188,11 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> Fo
     listener = _Listener()
     with quiet():
         stored = directory.config.get(FIELD)
+        choice = SOFTMAX if stored is None else choice_from_record(stored)
+        require_simplex(choice, f"an inspection of {directory.name}")
         attachment = attach(
             model,
-            SOFTMAX if stored is None else choice_from_record(stored),
+            choice,
             observer=listener.observe,
             override=listener.output,
             backend="blocked",

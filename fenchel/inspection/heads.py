@@ -34,7 +34,9 @@ from torch import Tensor
 
 from fenchel.attention import AttentionCall
 from fenchel.attention.prior import PriorSelection
+from fenchel.attention.spec import select
 from fenchel.attention.tiles import row_tiles, score_tiles
+from fenchel.choice import Entmax
 from fenchel.inspection.blocks import operator_norm
 from fenchel.inspection.linearisation import strip
 from fenchel.inspection_result import Head, Interval, Method, Quantiles
@@ -127,7 +129,7 @@ def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
     return [
         torch.special.entr(p).sum(-1),
         (p > 0).sum(-1).to(p.dtype),
-        call.spec.choice.sensitivity(p),
+        call.spec.choice.sensitivity(p[None])[0],
         size.amax(-1),
         margin,
         first,
@@ -223,11 +225,24 @@ def heads(
         if gate is not None:
             taken = gate[batch].cpu() * (1.0 - stats.not_taken)
             stats = stats._replace(not_taken=1.0 - taken)
+        alphas = _alphas(part)
         sigma, bound, top = sensitivities(part, method, generator)
         for place, head in enumerate(batch):
             of_head = {name: bracket[place] for name, bracket in sigma.items()}
             numbers = layer, head + 1
-            yield _head(stats, place, numbers, of_head, bound[place], top[place], alike[head])
+            measured = of_head, bound[place], top[place], alike[head]
+            yield _head(stats, place, numbers, alphas[place], *measured)
+
+
+def _alphas(call: AttentionCall) -> list[float] | list[None]:
+    """The exponents of entmax, one per head; None under another map."""
+    choice, H = call.spec.choice, call.q.shape[1]
+    if not isinstance(choice, Entmax):
+        return [None] * H
+    if not isinstance(choice.alpha, Tensor):
+        return [choice.alpha] * H
+    alphas: list[float] = choice.alpha.expand(1, H, 1, 1).flatten().tolist()
+    return alphas
 
 
 def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
@@ -238,7 +253,8 @@ def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
     prior = call.spec.prior
     if prior is not None and any(prior.varies()):
         prior = PriorSelection(prior, heads, H)
-    spec = replace(call.spec, prior=prior)
+    choice = select(call.spec.choice, slice(None), heads, slice(None))
+    spec = replace(call.spec, choice=choice, prior=prior)
     return AttentionCall(call.q[:, chosen], call.k[:, group], call.v[:, group], spec)
 
 
@@ -267,6 +283,7 @@ def _head(
     stats: RowStats,
     place: int,
     numbers: tuple[int, int],
+    alpha: float | None,
     sigma: dict[str, Interval],
     bound: float,
     top: list[float],
@@ -284,6 +301,7 @@ def _head(
         itself=float(stats.itself[place].mean()),
         distance=float(stats.distance[place].mean()),
         not_taken=float(stats.not_taken[place].mean()),
+        alpha=alpha,
         column=float(most.values),
         column_token=int(most.indices),
         nearest_head=None if alone else int(nearest.indices) + 1,

@@ -17,13 +17,14 @@ from fenchel.checkpoints import load
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
+from fenchel.choice.base import require_simplex
 from fenchel.data import TextTokenizer
 from fenchel.files import Damaged
 from fenchel.hub_cache import model_name
 from fenchel.inspection.recorder import BlockRecord, BlockRecorder, CallArguments, Override
 from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
-from fenchel.model.attention import Attention
+from fenchel.model.attention import Attention, layer_choice
 from fenchel.model.families import Family, family_of
 from fenchel.model.forward_context import ForwardContext
 
@@ -56,6 +57,7 @@ class OurModel(InspectedModel):
 
 def record_pass(model: Transformer, ids: Tensor) -> BlockRecorder:
     """Run ``model`` on ids (1, T); its attention calls arrive through ``attention_override``."""
+    require_weights(model.config)
     recorder = BlockRecorder(model, run_module)
 
     def record(_layer: int, call: AttentionCall) -> None:
@@ -84,7 +86,10 @@ def run_module(
         return None if override is None else override(call.q, call.k, call.v)
 
     args = (
-        replace(arg, attention_override=replaced) if isinstance(arg, ForwardContext) else arg
+        # Its own table of lent keys: those of the recorded pass stay as they are.
+        replace(arg, attention_override=replaced, lent_kv=dict(arg.lent_kv))
+        if isinstance(arg, ForwardContext)
+        else arg
         for arg in arguments.args
     )
     return CallArguments(tuple(args), arguments.kwargs).call(module, x)
@@ -151,6 +156,17 @@ def require_choice(config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"{name} is an encoder and a decoder; only one or the other can be inspected."
         )
+
+
+def require_weights(config: ModelConfig) -> None:
+    """Refuse a model in which a layer gives no weights to keys, or none that sum to 1."""
+    if config.has_delta:
+        raise ValueError(
+            "this model has layers of gated DeltaNet, which give no weights to keys; an inspection "
+            "needs attention in every layer."
+        )
+    for layer in range(config.layers):
+        require_simplex(layer_choice(config, layer), "an inspection")
 
 
 def _still(model: Transformer) -> Transformer:

@@ -117,6 +117,12 @@ class BlockRecorder:
 
     def block_traces(self) -> tuple[BlockTrace, ...]:
         """All recorded blocks, with their attention linearised for derivatives."""
+        for record in self.records:
+            if record.block.x.dim() != 3:
+                raise ValueError(
+                    f"a block of this model takes a tensor of {tuple(record.block.x.shape)} and "
+                    "not one stream (1, T, M), so it cannot be taken apart."
+                )
         frozen = freeze([record.call for record in self.records])
         pairs = zip(self.records, frozen, strict=True)
         return tuple(self._trace(record, override) for record, override in pairs)

@@ -18,18 +18,24 @@ for every change eps of the input tokens x^0 within r:
 T the products of D. Hence, with g_ij the gradient of the margin in the input, a_ijs the gradient
 behind stage s and eta_st >= |err_st|,
 
-    margin_ij(x + eps) >= m_ij - r |g_ij|* - sum_{s,t} |a_ijst| eta_st(r) - |E_i - E_j| rem(rho_t),
+    margin_ij(x + eps) s'/s >= m_ij - r |g_ij|* - sum_{k,m} sup |a_ijkm . err_km|,
 
-|.|* the dual norm. Only eta depends on r. The move of each token lies in an ellipsoid of shape S,
-a sum of the images of the ball and of the balls of earlier remainders (S = sum w sum S_k / w_k).
+|.|* the dual norm. The last norm divides all margins by the size s' of its token, so their signs
+are those of the numerators, which are linear in the stream; a bias of the logits adds b_ij s',
+which is convex, and is expanded by its gradient. Only err depends on r.
+
+**Ellipsoids.** The move of each token lies in an ellipsoid of shape S, |y . d|^2 <= y^T S y: a sum
+of the images of the ball and of the ellipsoids of earlier remainders (S = sum w sum S_k / w_k).
+Every remainder is in a ball and in an ellipsoid of its own; a margin, a score and the stream take
+what is smaller in their directions.
 
 **Remainders**, derived in docs/maths/sensitivity.md:
 
     norm         rem = rho^2 / (sqrt(3 d) (s - rho / sqrt d)^2), through the derivative behind it
-    scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2)
-    softmax      1/2 (sup (sum_j w_j delta_j^2)^1/2 + shift (sum w)^1/2)^2
+    scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2), along v_j - o
+    softmax      sum_j y_j (v_j - o) with y >= 0, each y_j and their sum bounded
     values       |sum_j dp_j O V dh_j|, by Cauchy and Schwarz over a row
-    MLP          |W_D e| <= lambda_max(W_D Gram W_D^T)^1/2 for the second order, sup|a'''| beyond it
+    MLP          W_D Gram W_D^T for the second order, third and fourth derivatives beyond it
 
 **Causality.** Nothing about token i depends on later tokens: one set of eta serves all positions.
 
@@ -69,9 +75,11 @@ from fenchel.sensitivity.weight_blocks import repeat_heads
 
 NORMS = ("all", "token", "one")
 PARTS = ("norm", "scores", "softmax", "values", "mlp", "mlp, third", "rounding")
+_SHAPED = 5  # parts with ellipsoids of their own
 _EPS = torch.finfo(torch.float64).eps
 _GROW = 1.0 + 1e-9  # more than sums of a few thousand positive terms and eigenvalues lose
 _MOST = 4.0  # scores that move further are not expanded
+_CUTS = (0.25, 0.5, 0.75, 1.0)  # of the line along which scores move
 _STEP = 1.04  # between radii of the search
 _STRIDE = 6  # steps at once while a radius is looked for
 _TINY = 1e-12
@@ -82,10 +90,13 @@ class Curvature(NamedTuple):
     """Derivatives of an activation."""
 
     second: Callable[[Tensor], Tensor]
+    third: Callable[[Tensor], Tensor]
     most_second: float
     """sup |a''|."""
     most_third: float
-    """sup |a'''|."""
+    """Of the third derivative."""
+    most_fourth: float
+    """Of the fourth derivative."""
 
 
 def _silu_second(x: Tensor) -> Tensor:
@@ -93,15 +104,47 @@ def _silu_second(x: Tensor) -> Tensor:
     return s * (1.0 - s) * (2.0 + x * (1.0 - 2.0 * s))
 
 
+def _silu_third(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    slope = s * (1.0 - s)
+    return slope * (3.0 * (1.0 - 2.0 * s) + x * (1.0 - 6.0 * slope))
+
+
 def _gelu_second(x: Tensor) -> Tensor:
     return (2.0 - x.square()) * torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
 
 
+def _gelu_third(x: Tensor) -> Tensor:
+    return x * (x.square() - 4.0) * torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
+
+
+def _tanh_derivatives(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of T = tanh(y), y = sqrt(2 / pi) (x + 0.044715 x^3): T', T'' and T'''."""
+    c, a = math.sqrt(2.0 / math.pi), 0.044715
+    y = c * (x + a * x**3)
+    T, S = torch.tanh(y), torch.cosh(y.clamp(-150.0, 150.0)).square().reciprocal()
+    y1, y2, y3 = c * (1.0 + 3.0 * a * x.square()), 6.0 * a * c * x, 6.0 * a * c
+    second = S * y2 - 2.0 * T * S * y1.square()
+    third = S * (y3 - 6.0 * T * y1 * y2 + (4.0 * T.square() - 2.0 * S) * y1**3)
+    return S * y1, second, third
+
+
+def _gelu_tanh_second(x: Tensor) -> Tensor:
+    first, second, _ = _tanh_derivatives(x)
+    return first + 0.5 * x * second
+
+
+def _gelu_tanh_third(x: Tensor) -> Tensor:
+    _, second, third = _tanh_derivatives(x)
+    return 1.5 * second + 0.5 * x * third
+
+
 CURVATURES = {
-    "silu": Curvature(_silu_second, 0.5, 0.3083),
-    "gelu": Curvature(_gelu_second, 0.79789, 0.7790),
+    "silu": Curvature(_silu_second, _silu_third, 0.5, 0.3083, 0.5),
+    "gelu": Curvature(_gelu_second, _gelu_third, 0.79789, 0.7790, 1.5958),
+    "gelu_tanh": Curvature(_gelu_tanh_second, _gelu_tanh_third, 0.79789, 0.7767, 1.6037),
 }
-"""Activations with a bounded third derivative; others are refused by name."""
+"""Activations with a bounded fourth derivative; others are refused by name."""
 
 
 @final
@@ -151,6 +194,10 @@ class _Mlp(NamedTuple):
     u: Tensor
     first: Tensor
     second: Tensor
+    third: Tensor
+    """Its absolute value, rounded up."""
+    spread: Tensor
+    """Error of u, first and second."""
     curvature: Curvature
 
 
@@ -167,6 +214,10 @@ class _Attention(NamedTuple):
     """Keys that a row may attend to: (H, n, n)."""
     c: Tensor
     """|v_j - o_i|: (H, n, n)."""
+    values: Tensor
+    """v_j - o_i: (H, i, j, d)."""
+    error: Tensor
+    """Of their entries, as one vector: ()."""
     Kq: Tensor
     """Derivative of the score in the key's token: (H, i, j, d)."""
     Qk: Tensor
@@ -184,6 +235,10 @@ class _Stage(NamedTuple):
     """Derivative of the norm, (n, d, d)."""
     B: Tensor
     """|B_ij|, the blocks of the derivative behind the norm."""
+    BB: Tensor
+    """B_ij B_ij^T: (n, n, d, d)."""
+    B_lost: Tensor
+    """Error of the blocks B: (n, n)."""
     part: _Mlp | _Attention
     lost: Tensor
     """Error of the blocks of D: (n, n)."""
@@ -215,8 +270,11 @@ class Rivals:
     """(K, V), inf at kept ones; lower ends."""
     vectors: Tensor
     """|E_i - E_j|: (K, V)."""
+    offsets: Tensor
+    """b_i - b_j: (K, V)."""
     size: Tensor
-    N: Tensor
+    h: Tensor
+    """The normed token, (d,)."""
 
 
 class Bound(NamedTuple):
@@ -226,6 +284,9 @@ class Bound(NamedTuple):
     kept: int
     rival: int
     parts: dict[str, float]
+    """By kind of remainder."""
+    stages: list[float]
+    """By stage, without the gradient and the last norm."""
 
 
 @final
@@ -253,49 +314,35 @@ class DecisionBound:
     def _expand(self) -> None:
         n, d = self.n, self.d
         self.stages: list[_Stage] = []
-        self.alpha: dict[tuple[int, int], Tensor] = {}
-        self.TT: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
-        self._traces: dict[tuple[int, int], Tensor] = {}
+        self.T: dict[tuple[int, int], Tensor] = {}
+        """Blocks (n, n, d, d) from the output of stage k - 1 to the input of stage s."""
+        self.lengths: dict[tuple[int, int], Tensor] = {}
         self.T0 = [torch.eye(n * d, dtype=torch.float64).view(n, d, n, d)]
         current = {0: self.T0[0]}
-        self._norms(0, current)
+        self._keep(0, current)
         for s, residual in enumerate(self.network.stages):
             stage, J = self._stage(residual, self.streams[s])
             self.stages.append(stage)
             if isinstance(stage.part, _Attention):
                 for k, T in current.items():
                     if k > 0:
-                        self.gradients[s, k] = self._score_gradients(s, T).norm(dim=-1) * _GROW
+                        self.gradients[s, k] = self._score_gradients(s, T)
             flat = J.reshape(n * d, n * d)
             moved = {
                 k: (flat @ T.reshape(n * d, n * d)).view(n, d, n, d) for k, T in current.items()
             }
             current = {**moved, s + 1: self.T0[0]}
             self.T0.append(current[0])
-            self._norms(s + 1, current)
+            self._keep(s + 1, current)
         self.last = current
-        self.frobenius = {key: float(t.sum().sqrt()) for key, t in self._traces.items()}
+        self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
         self.rivals = [self._rivals(t) for t in range(n)]
 
-    def _norms(self, s: int, current: dict[int, Tensor]) -> None:
-        """|T_im| and T_im T_im^T of all pairs of tokens, by the causal triangle."""
-        n, d = self.n, self.d
-        i, m = torch.tril_indices(n, n)
+    def _keep(self, s: int, current: dict[int, Tensor]) -> None:
         for k, T in current.items():
-            blocks = T.permute(0, 2, 1, 3)[i, m]
-            TT = torch.zeros(n, n, d, d, dtype=torch.float64)
-            TT[i, m] = blocks @ blocks.mT
-            alpha = torch.zeros(n, n, dtype=torch.float64)
-            if k == s and s > 0:  # the identity
-                alpha = torch.eye(n, dtype=torch.float64)
-            else:
-                alpha[i, m] = largest(TT[i, m]).sqrt()
-            self.TT[s, k] = TT
-            self.alpha[s, k] = torch.where(
-                torch.ones(n, n, dtype=torch.bool).tril(), (alpha * _GROW).clamp(min=1e-12), 0.0
-            )
-            self._traces[s, k] = TT.diagonal(dim1=-2, dim2=-1).sum(-1)
+            self.T[s, k] = T.permute(0, 2, 1, 3)
+            self.lengths[s, k] = T.square().sum((1, 3)).sqrt() * _GROW
 
     def _stage(self, residual: Residual, x: Tensor) -> tuple[_Stage, Tensor]:
         """The stage at its centre, and its Jacobian (n, d, n, d)."""
@@ -309,11 +356,12 @@ class DecisionBound:
             part, B, lost = self._mlp(norm, branch, residual.scale, h)
         eye = torch.eye(d, dtype=torch.float64)
         blocks = B.permute(0, 2, 1, 3)
-        B_norm = largest(blocks @ blocks.mT).sqrt() * _GROW + lost
+        BB = blocks @ blocks.mT
+        B_norm = largest(BB).sqrt() * _GROW + lost
         J = torch.einsum("imjk,jkl->imjl", B, N)
         index = torch.arange(n)
         J[index, :, index, :] += eye
-        steep = (1.0 / size)[None, :]
+        B_lost, steep = lost, (1.0 / size)[None, :]
         lost = (lost + self.gamma * B_norm) * steep + self.gamma * torch.eye(n, dtype=x.dtype)
         behind = float(largest(B_norm.mT @ B_norm).sqrt())
         unit = replace(norm, weight=None, bias=None).rounding(x) + 8.0 * _EPS * float(h.norm())
@@ -322,7 +370,7 @@ class DecisionBound:
             unit += 8.0 * _EPS * float(offset.norm()) * math.sqrt(n)
         forward = _forward_rounding(branch, norm(x)) * abs(residual.scale) + 2.0 * behind * unit
         forward += 8.0 * _EPS * float(x.norm() + residual(x).norm())
-        return _Stage(size, N, B_norm, part, lost, forward, float(J.norm())), J
+        return _Stage(size, N, B_norm, BB, B_lost, part, lost, forward, float(J.norm())), J
 
     def _attention(
         self, norm: NormLayer, layer: SelfAttention, scale: float, h: Tensor
@@ -368,14 +416,15 @@ class DecisionBound:
         long = lengths(q)[:, :, None] * lengths(k)[:, None] + log.masked_fill(~live, 0.0).abs()
         slack = self.gamma * (4.0 + 4.0 * long.amax(-1))  # (H, n)
         value = (lengths(h).amax() * lengths(OV.flatten(1)) + lengths((b_V @ W_O)[:, 0])).amax()
-        c_norm = torch.where(live, lengths(c) * _GROW + 8.0 * self.gamma * value, 0.0)
+        error_c = 8.0 * self.gamma * value
+        c_norm = torch.where(live, lengths(c) * _GROW + error_c, 0.0)
         Kq_norm = lengths(K.flatten(2))[:, None] * lengths(q)[:, :, None]
         Qk_norm = 2.0 * lengths(Q.flatten(2))[:, :, None] * lengths(k).amax(-1)[:, None, None]
         error = p * (lengths(OV.flatten(1))[:, None, None] + c_norm * Kq_norm)
         error = (slack[..., None] + 8.0 * self.gamma) * error
         own = ((slack[..., None] + 8.0 * self.gamma) * p * c_norm * Qk_norm).sum((0, 2))
         lost = error.sum(0) + torch.diag(own)
-        part = _Attention(Q, K, OV, p, live, c_norm, Kq, Qk, Kq_norm + Qk_norm, slack)
+        part = _Attention(Q, K, OV, p, live, c_norm, c, error_c, Kq, Qk, Kq_norm + Qk_norm, slack)
         return part, B, lost
 
     def _mlp(
@@ -408,7 +457,9 @@ class DecisionBound:
         terms = terms + (a.abs() + 2.0 * spread) * lengths(U)
         move = spread * (2.0 + u.abs()) * (lengths(G) + lengths(U)) + self.gamma * terms
         lost = torch.diag((lengths(D.mT) * move).sum(-1))
-        return _Mlp(G, U, D, u.abs() + spread, a1.abs() + spread, a2, curvature), B, lost
+        a3 = curvature.third(g).abs() + curvature.most_fourth * spread + _EPS
+        part = _Mlp(G, U, D, u, a1, a2, a3, spread, curvature)
+        return part, B, lost
 
     # The ball ------------------------------------------------------------------------------------
 
@@ -428,21 +479,22 @@ class DecisionBound:
         n = self.n
         shape, rho, gram, linear_ = [], [], {}, {}
         for s in range(len(self.stages) + 1):
-            TT, alpha = self.TT[s, 0], self.alpha[s, 0]
+            T = self.T[s, 0]
             if norm == "all":
-                S = TT.sum(1)
+                flat = self.T0[s].flatten(2)
+                S = flat @ flat.mT
             elif norm == "one":
-                S = TT[:, token]
+                S = T[:, token] @ T[:, token].mT
             else:
-                S = alpha.sum(1)[:, None, None] * torch.einsum(
-                    "imab,im->iab", TT, torch.where(alpha > 0, 1.0 / alpha, 0.0)
-                )
+                TT = T @ T.mT
+                alpha = (largest(TT) * _GROW).sqrt().clamp(min=1e-12)
+                S = alpha.sum(1)[:, None, None] * torch.einsum("imab,im->iab", TT, 1.0 / alpha)
             shape.append(S)
             rho.append(largest(S).sqrt() * _GROW + self.gamma * self.frobenius[s, 0])
             if s == len(self.stages) or not isinstance(self.stages[s].part, _Attention):
                 continue
-            T = self.T0[s] if norm != "one" else self.T0[s][:, :, token : token + 1]  # type: ignore[operator]
-            z = self._score_gradients(s, T)
+            columns = slice(None) if token is None or norm != "one" else slice(token, token + 1)
+            z = self._score_gradients(s, self.T0[s][:, :, columns])
             if norm == "all":
                 z = z.flatten(3).unsqueeze(3)
             gram[s] = torch.einsum("hijcl,hikcl->hicjk", z, z)
@@ -457,15 +509,9 @@ class DecisionBound:
         n, d = self.n if n is None else n, self.d
         etas: list[Tensor] = []
         moves: list[Tensor] = []
+        shapes: list[_Shaped] = []
         for s in range(len(self.stages) + 1):
-            sums = [eta.sum(0) for eta in etas]
-            err = torch.zeros(n, dtype=torch.float64)
-            S_err = torch.zeros(n, d, d, dtype=torch.float64)
-            for k, eta in enumerate(sums):
-                alpha = self.alpha[s, k + 1][:n, :n]
-                err = err + alpha @ eta
-                weight = torch.where(alpha > 0, eta / alpha.clamp(min=1e-300), 0.0)
-                S_err = S_err + torch.einsum("imab,im->iab", self.TT[s, k + 1][:n, :n], weight)
+            err, S_err = self._carried(s, shapes, n)
             lin = r * ball.rho[s][:n]
             rho = (lin + err) * _GROW
             good = rho.isfinite() & (rho < 1e3)
@@ -473,14 +519,14 @@ class DecisionBound:
                 good = good & (rho < 0.9 * math.sqrt(d) * self.stages[s].size[:n])
             n = _alive(good)
             if n == 0:
-                return _Remainders([], [], 0)
+                return _Remainders([], [], [], 0)
             rho, lin, err = rho[:n], lin[:n], err[:n]
-            etas, sums, moves = ([t[..., :n] for t in part] for part in (etas, sums, moves))
+            etas, moves = ([t[..., :n] for t in part] for part in (etas, moves))
+            shapes = [one.cut(n) for one in shapes]
             moves.append(rho)
             if s == len(self.stages):
                 break
-            shapes = r * r * ball.shape[s][:n], err[:, None, None] * S_err[:n]
-            S = _minkowski(shapes[0], lin, shapes[1], err, self.gamma)
+            S = _minkowski(r * r * ball.shape[s][:n], lin, S_err[:n], err, self.gamma)
             stage = self.stages[s]
             rem = rho.square() / math.sqrt(3.0 * d)
             rem = rem / (stage.size[:n] * (1.0 - 1e-9) - rho / math.sqrt(d)).square() * _GROW
@@ -494,55 +540,92 @@ class DecisionBound:
             S_h = _minkowski(S_h, top.sqrt(), balls, around, self.gamma)
             eta = torch.zeros(len(PARTS), n, dtype=torch.float64)
             eta[0] = stage.B[:n, :n] @ rem
+            shape = torch.zeros(_SHAPED, n, d, d, dtype=torch.float64)
+            each = torch.where(stage.B[:n, :n] > 0, rem / stage.B[:n, :n].clamp(min=1e-300), 0.0)
+            shape[0] = eta[0][:, None, None] * torch.einsum("imab,im->iab", stage.BB[:n, :n], each)
             if isinstance(stage.part, _Mlp):
-                eta[4], eta[5] = self._mlp_remainder(stage.part, S_h)
+                eta[4], eta[5], shape[4] = self._mlp_remainder(stage.part, S_h)
             else:
-                row = self._row_moves(s, ball, r, S_h, rho, rem, sums)
+                row = self._row_moves(s, ball, r, S_h, rho, rem, shapes)
                 n = _alive(row.Z.amax((0, 2)) < _MOST)
                 if n == 0:
-                    return _Remainders([], [], 0)
+                    return _Remainders([], [], [], 0)
                 eta = eta[:, :n]
-                etas, sums, moves = ([t[..., :n] for t in part] for part in (etas, sums, moves))
-                eta[1], eta[2], eta[3] = self._attention_remainder(
+                etas, moves = ([t[..., :n] for t in part] for part in (etas, moves))
+                shapes = [one.cut(n) for one in shapes]
+                shape = shape[:, :n]
+                eta[1], eta[2], eta[3], eta[6], shape[1:4] = self._attention_remainder(
                     stage.part, row.cut(n), ball.gram[s][:, :n, :, :n, :n], r, S_h[:n]
                 )
                 rho = rho[:n]
             products = self.frobenius[s, 0] * r * ball.total + sum(
-                self.frobenius[s, k + 1] * float(e.norm()) for k, e in enumerate(sums)
+                self.frobenius[s, k + 1] * float(e.sum(0).norm()) for k, e in enumerate(etas)
             )
             products = self.gamma * stage.width * products
-            eta[6] = stage.lost[:n, :n] @ rho + stage.forward + products
+            eta[6] += stage.lost[:n, :n] @ rho + stage.forward + products
+            eta[6] += stage.B_lost[:n, :n] @ rem[:n]
             etas.append(eta * _GROW)
-        return _Remainders(etas, moves, n)
+            shapes.append(_shaped(etas[-1], shape, self.gamma))
+        return _Remainders(etas, shapes, moves, n)
 
-    def _mlp_remainder(self, f: _Mlp, S: Tensor) -> tuple[Tensor, Tensor]:
-        """Second order and beyond, token by token: S (n, d, d) -> (n,), (n,)."""
-        second, third = [], []
+    def _carried(self, s: int, shapes: "Sequence[_Shaped]", n: int) -> tuple[Tensor, Tensor]:
+        """What earlier remainders add to the input of stage s: lengths (n,), shapes (n, d, d)."""
+        d = self.d
+        small, long = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+        total = torch.zeros(n, d, d, dtype=torch.float64)
+        for k, shape in enumerate(shapes):
+            small = small + self.lengths[s, k + 1][:n, :n] @ shape.small
+            if s == k + 1:  # T is the identity
+                at, image = shape.tokens, shape.S
+            else:
+                at, m = (torch.arange(n)[:, None] >= shape.tokens).nonzero(as_tuple=True)
+                T = self.T[s, k + 1][at, shape.tokens[m]]
+                image = T @ shape.S[m] @ T.mT
+            size = torch.einsum("paa->p", image).clamp(min=1e-300).sqrt()
+            total.index_add_(0, at, image / size[:, None, None])
+            long.index_add_(0, at, size)
+        total = long[:, None, None] * total
+        most = (largest(total) * _GROW + self.gamma * long.square()).sqrt()
+        ball = small.square()[:, None, None] * torch.eye(d, dtype=torch.float64)
+        return (most + small) * _GROW, _minkowski(total, most, ball, small, self.gamma)
+
+    def _mlp_remainder(self, f: _Mlp, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Second order and beyond, token by token: S (n, d, d) -> (n,), (n,), (n, d, d)."""
+        second, third, shapes = [], [], []
+        eye = torch.eye(self.d, dtype=torch.float64)
         long_G, long_U, long_D = lengths(f.G), lengths(f.U), lengths(f.D.mT)
+        all_u, all_first = f.u.abs() + f.spread, f.first.abs() + f.spread
         for i, S_i in enumerate(S):
             top = float(S_i.diagonal().sum()) * _GROW
+            u, first = all_u[i], all_first[i]
             if top < _TINY:  # a token that moves by rounding alone
-                each = 0.5 * f.curvature.most_second * f.u[i] * long_G.square()
-                each = each + (f.first[i] + 0.5) * long_G * long_U
+                each = 0.5 * f.curvature.most_second * u * long_G.square()
+                each = each + (first + 0.5) * long_G * long_U
                 second.append((long_D * each).sum() * top)
-                each = (f.u[i] * long_G + 3.0 * long_U) * long_G.square()
+                each = (u * long_G + 3.0 * long_U) * long_G.square()
                 third.append((long_D * each).sum() * top**1.5)
+                shapes.append(second[-1].square() * eye)
                 continue
             root = _root(S_i)
             A, C = f.G @ root, f.U @ root
             a, c, b = A @ A.mT, A @ C.mT, C @ C.mT
-            alpha, beta = 0.5 * f.second[i] * f.u[i], f.first[i]
+            alpha, beta = 0.5 * f.second[i] * f.u[i], f.first[i]  # with their signs
             mixed = alpha[:, None] * beta * a * c
             gram = alpha[:, None] * alpha * a * a + mixed + mixed.mT
             gram = gram + 0.5 * beta[:, None] * beta * (a * b + c * c.mT)
             dg = (a.diagonal() + self.gamma * top * long_G.square()).sqrt()
             du = (b.diagonal() + self.gamma * top * long_U.square()).sqrt()
-            most = 0.5 * f.curvature.most_second * f.u[i] * dg + beta * du
+            most = 0.5 * f.curvature.most_second * u * dg + first * du
             error = (long_D * (most * dg)).sum()
-            size = largest(f.D @ gram @ f.D.mT) * _GROW + self.gamma * error.square()
+            behind = f.D @ gram @ f.D.mT
+            size = largest(behind) * _GROW + self.gamma * error.square()
             second.append(size.sqrt())
-            steep = f.curvature.most_third / 6.0 * f.u[i] * dg.square()
-            steep = steep + 0.5 * f.curvature.most_second * dg * du
+            shapes.append(_GROW * behind + self.gamma * error.square() * eye)
+            third_ = f.third[i] / 6.0 + f.curvature.most_fourth / 24.0 * dg
+            third_ = third_.clamp(max=f.curvature.most_third / 6.0)
+            bent = 0.5 * (f.second[i].abs() + f.spread[i]) + third_ * dg
+            bent = bent.clamp(max=0.5 * f.curvature.most_second)
+            steep = third_ * u * dg.square() + bent * dg * du
             by_entry = (f.D.abs() @ (steep * dg)).norm()
             half = steep.sqrt()[:, None]
             left = f.D * half.mT
@@ -551,7 +634,7 @@ class DecisionBound:
             slack = self.gamma * top * (steep * long_G.square()).sum()
             by_norm = factors[0].sqrt() * (factors[1] + slack).sqrt()
             third.append(torch.minimum(by_entry, by_norm))
-        return torch.stack(second), torch.stack(third)
+        return torch.stack(second), torch.stack(third), torch.stack(shapes)
 
     def _row_moves(
         self,
@@ -561,7 +644,7 @@ class DecisionBound:
         S_h: Tensor,
         rho: Tensor,
         rem: Tensor,
-        sums: Sequence[Tensor],
+        shapes: "Sequence[_Shaped]",
     ) -> "_RowMoves":
         """How far the centred scores of every row can move."""
         stage, n = self.stages[s], len(rho)
@@ -585,54 +668,105 @@ class DecisionBound:
         e = e + 8.0 * (tilt[:, None] + tilt) * f.loose[:, :n, :n]
         e = torch.where(live, e, 0.0)
         e = e + (p * e).sum(-1, keepdim=True)
-        for k, eta in enumerate(sums):
-            e = e + self.gradients[s, k + 1][:, :n, :n, :n] @ eta
-        linear_ = r * ball.linear[s][:, :n, :n]
-        Z = torch.where(live, (linear_ + e) * _GROW, 0.0)
-        return _RowMoves(Z, torch.where(live, e, 0.0), product)
+        Z = r * ball.linear[s][:, :n, :n] + e
+        # the ellipsoids of earlier remainders, jointly over a row, with the weights of their traces
+        gram, total = torch.zeros(*p.shape, n, dtype=p.dtype), torch.zeros_like(p[..., 0])
+        for k, shape in enumerate(shapes):
+            z = self.gradients[s, k + 1][:, :n, :n, :n]  # (H, i, j, m, d)
+            small = z.norm(dim=-1) @ shape.small
+            e, Z = e + small, Z + small
+            z = z[:, :, :, shape.tokens]
+            moved = torch.einsum("hijml,mlk->hijmk", z, shape.S)
+            square = (z * moved).sum(-1).clamp(min=0.0)  # (H, i, j, m)
+            Z = Z + square.sqrt().sum(-1)
+            size = torch.einsum("hij,hijm->him", p, square).sqrt().clamp(min=1e-150)
+            gram = gram + torch.einsum("hijml,hikml->hijk", z, moved / size[:, :, None, :, None])
+            total = total + size.sum(-1)
+        gram = gram * total[..., None, None]
+        Z = torch.where(live, Z * _GROW, 0.0)
+        return _RowMoves(Z, torch.where(live, e, 0.0), product, gram)
 
     def _attention_remainder(
         self, f: _Attention, row: "_RowMoves", gram: Tensor, r: float, S_h: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of score products, of softmax, of weights times values: (n,) each."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of score products, softmax, weights times values, rounding: (n,) each, and ellipsoids."""
         n = len(S_h)
         p, live, c = f.p[:, :n, :n], f.live[:, :n, :n], f.c[:, :n, :n]
         slack = f.slack[:, :n, None]
-        Z, e, product = row
-        up, down = p * Z.exp(), p * (-Z).exp()
-        most = up / (up + down.sum(-1, keepdim=True) - down).clamp(min=1e-300)
-        least = down / (down + up.sum(-1, keepdim=True) - up).clamp(min=1e-300)
-        most = torch.where(live, most * (1.0 + 4.0 * slack) * _GROW, 0.0)
-        dp = torch.maximum(most - p, p - least * (1.0 - 4.0 * slack) / _GROW)
-        dp = torch.where(live, dp + 4.0 * slack * p, 0.0)
-        scores = (p * (1.0 + 4.0 * slack) * c * product).sum((0, 2))
-        drift = (dp * c).sum(-1, keepdim=True)
-        shift = (dp * Z).sum(-1)
+        Z, e, product, earlier = row
+        grams = (r * r * gram, earlier[:, :, None])
+        value = self._value_moves(f, S_h)
+        scores = (p * (1.0 + 8.0 * slack) * c * product).sum((0, 2))
+        softmax, values = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0])
 
         def spread(w: Tensor) -> Tensor:
-            """sup of (sum_j w_j (delta_j - mean)^2)^1/2: (H, n, n) -> (H, n)."""
+            """sup of (sum_j w_j delta_j^2)^1/2: (H, n, n) -> (H, n)."""
             half = w.sqrt()[:, :, None]
-            inner = gram * half[..., :, None] * half[..., None, :]
-            trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-            lin = r * (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
-            return lin + (w * e * e).sum(-1).sqrt() + shift * w.sum(-1).sqrt()
+            total = (w * e * e).sum(-1).sqrt()
+            for part in grams:
+                inner = part * half[..., :, None] * half[..., None, :]
+                trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+                total = total + (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
+            return total
 
-        w = most * (c + drift)
-        box = (0.5 * w * (Z + shift[..., None]).square()).sum(-1)
-        softmax = torch.minimum(box, 0.5 * spread(w).square()).sum(0)
+        often = torch.zeros_like(p)  # most, its part of the second order, and their joint sizes
+        second = torch.zeros_like(p)
+        vary, most_second = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0])
+        begin, mean = 0.0, 8.0 * (slack * p * Z).sum(-1)
+        for end in _CUTS:
+            up, down = p * (end * Z).exp(), p * (-end * Z).exp()
+            most = up / (up + down.sum(-1, keepdim=True) - down).clamp(min=1e-300)
+            most = torch.where(live, torch.minimum(most, up) * (1.0 + 8.0 * slack) * _GROW, 0.0)
+            variance = spread(most).square()
+            least = down / (down + up.sum(-1, keepdim=True) - up).clamp(min=1e-300)
+            least = torch.maximum(least, down * (-0.5 * end * end * variance).exp()[..., None])
+            dp = torch.maximum(most - p, p - least * (1.0 - 8.0 * slack) / _GROW)
+            dp = torch.where(live, dp + 8.0 * slack * p, 0.0)
+            shift = torch.minimum((dp * Z).sum(-1), end * variance) + mean
+            w = most * (c + (dp * c).sum(-1, keepdim=True))
+            box = (w * (Z + shift[..., None]).square()).sum(-1)
+            joint = (spread(w) + shift * w.sum(-1).sqrt()).square()
+            far = torch.where(most > 0.0, w / most.clamp(min=1e-300), 0.0).amax(-1) * variance
+            smallest = torch.minimum(torch.minimum(box, joint), far)
+            part = (end - begin) * (1.0 - 0.5 * (begin + end))
+            softmax = softmax + part * smallest
+            each = torch.minimum(most * (Z + shift[..., None]).square(), variance[..., None])
+            second = second + part * (each + dp * variance[..., None])
+            most_second = most_second + part * variance * (1.0 + dp.sum(-1))
+            often, vary = often + (end - begin) * most, vary + (end - begin) * variance
+            values = values + (end - begin) * torch.minimum(
+                (most * value * (Z + shift[..., None])).sum(-1),
+                variance.sqrt() * (most * value.square()).sum(-1).sqrt(),
+            )
+            begin = end
+        values = torch.minimum(values, (dp * value).sum(-1))
+        # ellipsoids: per head, and their sum over heads
+        v = f.values[:, :n, :n]
+        weight = p * (1.0 + 8.0 * slack) * product / c.clamp(min=1e-150)
+        of_scores = torch.einsum("hij,hija,hijb->iab", weight, v, v) * scores[:, None, None]
+        second = second * most_second[..., None]
+        of_softmax = torch.einsum("hij,hija,hijb->hiab", second, v, v)
+        S_j = torch.einsum("hij,jab->hiab", often * vary[..., None], S_h)
+        of_values = f.OV[:, None] @ S_j @ f.OV[:, None].mT
+        ridge = lengths(f.OV.flatten(1)).square()[:, None] * torch.einsum("hiaa->hi", S_j)
+        eye = torch.eye(self.d, dtype=torch.float64)
+        of_values = of_values + self.gamma * ridge[..., None, None] * eye
+        shapes = torch.stack((of_scores, _sum_of(of_softmax), _sum_of(of_values)))
+        error = f.error * ((p * product).sum(-1) + most_second).sum(0)
+        return scores, softmax.sum(0), values.sum(0), error, shapes
+
+    def _value_moves(self, f: _Attention, S_h: Tensor) -> Tensor:
+        """sup of |OV dh_j|: (H, 1, n)."""
         behind = f.OV[:, None] @ S_h @ f.OV[:, None].mT
         size = lengths(f.OV.flatten(1)).square()[:, None] * torch.einsum("iaa->i", S_h)
-        value = (largest(behind) * _GROW + self.gamma * size).sqrt()[:, None]  # (H, 1, n)
-        plain = (dp * value).sum(-1)
-        joint = spread(most) * (most * value.square()).sum(-1).sqrt()
-        return scores, softmax, torch.minimum(plain, joint).sum(0)
+        return (largest(behind) * _GROW + self.gamma * size).sqrt()[:, None]
 
     # Decisions ------------------------------------------------------------------------------------
 
     def _rivals(self, t: int) -> Rivals:
         """Margins of position t, rounded down, and the norm in front of the logits."""
         x, norm = self.streams[-1][t : t + 1], self.network.norm
-        h, size, N = _unit(norm, x)
+        h, size, _ = _unit(norm, x)
         E, b = self._logit_rows
         logits = (E @ h[0]) + b
         error = self.gamma * (lengths(E) * float(h.norm()) + b.abs())
@@ -642,7 +776,7 @@ class DecisionBound:
         margins[:, kept] = math.inf
         gaps = torch.stack([lengths(E[i] - E) for i in kept]) * _GROW
         gaps = gaps + self.gamma * (lengths(E)[kept, None] + lengths(E))
-        return Rivals(kept, margins, gaps, size[0], N[0])
+        return Rivals(kept, margins, gaps, b[kept, None] - b, size[0], h[0])
 
     def _unit_error(self, x: Tensor) -> float:
         plain = replace(self.network.norm, weight=None, bias=None)
@@ -657,9 +791,12 @@ class DecisionBound:
     def gradients_at(self, t: int, ball_norm: str, token: int | None) -> "_Gradients":
         """|g_ij|* and |a_ijst| of all rivals of position t."""
         rivals, (E, _) = self.rivals[t], self._logit_rows
-        first, behind = [], []
-        for i in rivals.kept.tolist():
-            W = (E[i] - E) @ rivals.N
+        first, behind, own = [], [], []
+        for row, i in enumerate(rivals.kept.tolist()):
+            W = E[i] - E
+            if self.network.norm.kind == "layer":
+                W = W - W.mean(-1, keepdim=True)
+            W = (W + rivals.offsets[row][:, None] * rivals.h / self.d) / rivals.size
             pull = [self._pulled(W, k, t) for k in range(len(self.stages) + 1)]
             g = pull[0]
             if ball_norm == "all":
@@ -669,13 +806,15 @@ class DecisionBound:
             else:
                 first.append(g[:, token])
             behind.append(torch.stack(pull[1:]))
-        slack = rivals.vectors / rivals.size
+            own.append([W @ self.T[len(self.stages), k + 1][t, t] for k in range(len(self.stages))])
+        slack = (rivals.vectors + rivals.offsets.abs()) / rivals.size
         first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[
             len(self.stages), 0
         ] * (math.sqrt(self.n) if ball_norm == "token" else 1.0)
         frobenius = [self.frobenius[len(self.stages), k] for k in range(1, len(self.stages) + 1)]
         loose = self.gamma * slack[:, None] * torch.tensor(frobenius, dtype=E.dtype)[None, :, None]
-        return _Gradients(first_, torch.stack(behind) * _GROW + loose[..., None])
+        own_ = torch.stack([torch.stack(rows) for rows in own])
+        return _Gradients(first_, torch.stack(behind) * _GROW + loose[..., None], own_, loose)
 
     def _pulled(self, W: Tensor, k: int, t: int) -> Tensor:
         """|W_j T_tm| of every rival and token: (V, d) -> (V, t + 1)."""
@@ -687,23 +826,37 @@ class DecisionBound:
         """The least lower bound of a margin of position t at radius r."""
         rivals = self.rivals[t]
         if t >= found.n:
-            return Bound(-math.inf, 0, 0, {})
+            return Bound(-math.inf, 0, 0, {}, [])
         rho, d = float(found.moves[-1][t]), self.d
         least = float(rivals.size) * (1.0 - 1e-9) - rho / math.sqrt(d)
         if least <= 0.0:
-            return Bound(-math.inf, 0, 0, {})
-        final_norm = rivals.vectors * (rho * rho / (math.sqrt(3.0 * d) * least * least))
-        final_norm = final_norm * _GROW + self.gamma * rivals.vectors * rho / rivals.size
+            return Bound(-math.inf, 0, 0, {}, [])
+        bent = rho * rho / (2.0 * d * least * float(rivals.size)) * _GROW
+        last_norm = (-rivals.offsets).clamp(min=0.0) * bent
+        last_norm = last_norm + 2.0 * self.gamma * rivals.vectors * rho / rivals.size
         errors = torch.stack([eta[:, : t + 1] for eta in found.etas])  # (S, parts, t + 1)
-        lost = torch.einsum("kSvt,Spt->kpv", gradients.behind, errors)
-        total = (gradients.first * r + final_norm + lost.sum(1)) * _GROW
+        behind = gradients.behind
+        lost = torch.einsum("kSvt,Spt->kSpv", behind[..., :t], errors[..., :t])
+        own = behind[:, :, None, :, t] * errors[:, :, t, None]
+        for s, shape in enumerate(found.shapes):
+            a = gradients.own[:, s]
+            along = torch.einsum("kva,pab,kvb->kpv", a, shape.parts[:, t], a).clamp(min=0.0)
+            along = (
+                along.sqrt() * _GROW + gradients.loose[:, s, None] * errors[s, :_SHAPED, t, None]
+            )
+            own[:, s, :_SHAPED] = torch.minimum(own[:, s, :_SHAPED], along)
+        lost = lost + own
+        total = (gradients.first * r + last_norm + lost.sum((1, 2))) * _GROW
         low = rivals.margins - total
-        at = int(low.argmin())
-        i, j = divmod(at, low.shape[-1])
-        parts = dict(zip(PARTS, lost[i, :, j].tolist(), strict=True))
+        i, j = divmod(int(low.argmin()), low.shape[-1])
+        parts = dict(zip(PARTS, lost[i, :, :, j].sum(0).tolist(), strict=True))
         parts |= {"gradient": float(gradients.first[i, j]) * r}
-        parts |= {"last norm": float(final_norm[i, j])}
-        return Bound(float(low[i, j]), i, j, parts)
+        parts |= {"last norm": float(last_norm[i, j])}
+        # the margin is that of the text's size: another size divides it
+        least_margin, size = float(low[i, j]), float(rivals.size)
+        other = size + math.copysign(rho / math.sqrt(d), least_margin)
+        least_margin *= size / other * (1.0 - math.copysign(1e-9, least_margin))
+        return Bound(least_margin, i, j, parts, lost[i, :, :, j].sum(1).tolist())
 
 
 class _Gradients(NamedTuple):
@@ -711,24 +864,84 @@ class _Gradients(NamedTuple):
     """(K, V)."""
     behind: Tensor
     """(K, S, V, t + 1)."""
+    own: Tensor
+    """a_ijst itself, of the token at the position: (K, S, V, d)."""
+    loose: Tensor
+    """Its error: (K, S, V)."""
 
 
 class _Remainders(NamedTuple):
     etas: list[Tensor]
     """Per stage, (parts, n)."""
+    shapes: "list[_Shaped]"
+    """Per stage."""
     moves: list[Tensor]
     n: int
     """Tokens before the first whose bound diverges."""
+
+
+class _Shaped(NamedTuple):
+    """Where the remainders of a stage are: in ellipsoids, or in small balls."""
+
+    tokens: Tensor
+    """Those with an ellipsoid."""
+    S: Tensor
+    """(tokens, d, d)."""
+    small: Tensor
+    """Radii of the balls of the other tokens, 0 at ``tokens``: (n,)."""
+    parts: Tensor
+    """The ellipsoids of the first parts, (_SHAPED, n, d, d)."""
+
+    def cut(self, n: int) -> "_Shaped":
+        before = self.tokens < n
+        tokens, S = self.tokens[before], self.S[before]
+        return _Shaped(tokens, S, self.small[:n], self.parts[:, :n])
+
+
+def _shaped(eta: Tensor, shapes: Tensor, gamma: float) -> _Shaped:
+    """One ellipsoid per token around the sum of all parts: balls (parts, n), (_SHAPED, n, d, d).
+
+    A part is in its ball and in its ellipsoid; the one with the smaller trace is taken.
+    """
+    d = shapes.shape[-1]
+    eye = torch.eye(d, dtype=shapes.dtype)
+    balls = eta[:_SHAPED].square()
+    trace = torch.einsum("pnaa->pn", shapes)
+    shapes = shapes * _GROW + gamma * (trace + balls)[..., None, None] * eye
+    trace = torch.einsum("pnaa->pn", shapes)
+    better = trace < d * balls
+    rest = (eta.sum(0) - torch.where(better, eta[:_SHAPED], 0.0).sum(0)).clamp(min=0.0)
+    rest = rest + gamma * eta.sum(0)
+    size = torch.where(better, trace.sqrt(), 0.0)
+    weight = torch.where(size > 0.0, 1.0 / size.clamp(min=1e-150), 0.0)
+    S = size.sum(0)[:, None, None] * torch.einsum("pn,pnab->nab", weight, shapes)
+    ball = rest.square()[:, None, None] * eye
+    S = _minkowski(S, size.sum(0), ball, rest * math.sqrt(d), gamma)
+    sums = eta.sum(0)
+    moving = sums > 1e-9 * sums.amax()
+    tokens = moving.nonzero()[:, 0]
+    return _Shaped(tokens, S[tokens], torch.where(moving, 0.0, sums), shapes)
+
+
+def _sum_of(shapes: Tensor) -> Tensor:
+    """An ellipsoid around the sum over heads: (H, n, d, d) -> (n, d, d)."""
+    size = torch.einsum("hnaa->hn", shapes).clamp(min=1e-300).sqrt()
+    total: Tensor = (size.sum(0) / size)[..., None, None] * shapes
+    return total.sum(0)
 
 
 class _RowMoves(NamedTuple):
     Z: Tensor
     """(H, n, n)."""
     e: Tensor
+    """The part of Z that is bounded score by score."""
     product: Tensor
+    gram: Tensor
+    """Of the moves by earlier remainders: (H, n, n, n)."""
 
     def cut(self, n: int) -> "_RowMoves":
-        return _RowMoves(*(t[:, :n, :n] for t in self))
+        Z, e, product = (t[:, :n, :n] for t in (self.Z, self.e, self.product))
+        return _RowMoves(Z, e, product, self.gram[:, :n, :n, :n])
 
 
 def _alive(good: Tensor) -> int:
@@ -825,7 +1038,8 @@ def _require_stages(stages: Sequence[Residual]) -> None:
                 raise ValueError(f"{where} has a layer behind its attention.")
             if not isinstance(first.choice, Softmax) or isinstance(first.choice.beta, Tensor):
                 raise ValueError(
-                    f"{where} chooses by {first.choice!r}; decisions are certified for softmax."
+                    f"{where} chooses by {type(first.choice).__name__} at beta="
+                    f"{first.choice.beta}; decisions are certified for softmax."
                 )
             if first.qk_norm is not None:
                 raise ValueError(f"{where} normalises queries and keys, which is not covered.")

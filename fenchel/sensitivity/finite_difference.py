@@ -21,7 +21,7 @@ needs only the reverse derivative and stays exact.
 
 For a smooth f the remainder falls like h^2, a line of slope 2 in logarithms until rounding stops
 it. A wrong derivative gives slope 1, a kink on the way something between.
-Lesson 11, on the derivative of attention, plots both.
+The lesson ``attention_derivative`` plots both.
 """
 
 from collections.abc import Callable

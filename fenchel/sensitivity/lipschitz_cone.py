@@ -6,7 +6,7 @@ confines the graph of f between two cones of slope +L and -L with their tip at (
 ``cone`` evaluates f at points and counts those outside; for a function of a vector, lengths take
 the place of absolute values and the picture shows |f(x) - f(x_0)| over |x - x_0|.
 
-Lesson: l12_lipschitz.
+Lesson: lipschitz.
 """
 
 from collections.abc import Callable

@@ -27,6 +27,7 @@ from fenchel.attention.reference import cap_slope
 from fenchel.attention.shapes import four_axes
 from fenchel.attention.tiles import ScoreTile, row_tiles, score_tiles
 from fenchel.choice import Choice, Entmax, Sparsemax
+from fenchel.choice.base import require_simplex
 from fenchel.sensitivity.rounding import lengths
 
 # Numbers in a block: on a CPU as many as the cache holds, on a GPU enough to fill it.
@@ -329,6 +330,7 @@ def repeat_heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
 
 def curvature(choice: Choice, p: Tensor) -> Tensor:
     """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
+    require_simplex(choice, "the closed form of a Jacobian of attention")
     s, scale = choice.spread(p), choice.score_scale
     if not isinstance(scale, Tensor) and scale == 1.0:
         return s  # not worth a pass

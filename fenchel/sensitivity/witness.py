@@ -19,7 +19,7 @@ a prior that leaves no row two keys; then Att is Lipschitz, and ``blowup`` raise
     minus    R (-u, u, ..., u)           u the eigenvector of the most negative u^T A u: a sink
     plus     R (u, u/2, ..., u/2)        u that of the most positive: peaks, then falls as n grows
 
-Lesson: l12_lipschitz. Proof and sources: docs/maths/sensitivity.md. Kim, Papamakarios and Mnih
+Lesson: lipschitz. Proof and sources: docs/maths/sensitivity.md. Kim, Papamakarios and Mnih
 (2021); Castin, Ablin and Peyre (2024).
 """
 

@@ -72,6 +72,35 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         GROUPED | {"head_dim": 6, "sliding_window": 7, "attn_logit_softcapping": 1.5},
     ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        GROUPED
+        | TOKENS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": [NEAR, "full_attention", NEAR, "full_attention"],
+            "head_dim": 6,
+            "global_head_dim": 8,
+            "sliding_window": 7,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        GROUPED
+        | TOKENS
+        | {
+            "layer_types": [NEAR, "full_attention"],
+            "head_dim": 6,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "activation_sparsity_pattern": [0.0, 0.0],
+            "laurel_rank": 4,
+        },
+    ),
     "neox": ("GPTNeoXForCausalLM", SIZES | {"hidden_size": 32}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 24, "n_layer": 2, "n_head": 3}),
     "bert": ("BertForMaskedLM", SIZES),

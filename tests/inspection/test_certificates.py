@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "window": {"windows": (3,)},
     "entmax": {"choice": "entmax"},
+    "alpha per head": {"choice": "entmax", "entmax_alpha_learned": True},
     "post norm": {"norm_place": "post"},
     "sigma reparam": {"sigma_reparam": True},
     "normalised queries": {"qk_norm": True},
@@ -59,7 +60,7 @@ def model_of(**settings: Any) -> Transformer:
         for name, p in model.named_parameters():  # scores large enough for attention to matter
             if name.endswith(("qkv.weight", "qkv.gain", "attention.out.weight")):
                 p.mul_(4.0 if p.dim() else 8.0)
-            if name.endswith(("bias", "sink")):
+            if name.endswith(("bias", "sink", "alpha_logit")):
                 p.normal_()
     return model.requires_grad_(False)
 
@@ -142,9 +143,10 @@ def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) ->
         ({"qk_norm": True, "qk_norm_width": "all"}, "layer 1 normalises all heads together"),
         ({"choice": "hard"}, "layer 1 chooses by Hard"),
         (
-            {"rotary_scaling": "yarn", "rotary_trained_context": 4, "query_growth": 0.5},
+            {"temperature": "stepped", "temperature_floor": 4},
             "layer 1 scales its queries by their position",
         ),
+        ({"sinks": True, "sink_score": "token"}, "layer 1 makes its sinks of its input"),
     ],
 )
 def test_a_layer_without_a_bound_is_refused_in_a_sentence(
@@ -160,7 +162,7 @@ def test_a_layer_without_a_bound_is_refused_in_a_sentence(
 
 
 def test_queries_within_the_trained_context_are_certified() -> None:
-    grown = {"rotary_scaling": "yarn", "rotary_trained_context": 6, "query_growth": 0.5}
+    grown = {"temperature": "stepped", "temperature_floor": 6}
     given = records(**grown)[0]  # as many tokens as that
     found = certify_layer(given, 1, 0.1, "fro", Search(steps=2, restarts=0), torch.Generator())
     assert found.refused is None

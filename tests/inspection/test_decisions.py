@@ -17,6 +17,7 @@ COVERED: dict[str, dict[str, Any]] = {
     "grouped rotary": {"heads": 4, "kv_heads": 2, "head_size": 4},
     "learned, layer norm": {"positions": "learned", "norm": "layer", "bias": True, "mlp": "gelu"},
     "alibi": {"positions": "alibi"},
+    "tanh GELU": {"mlp": "gelu_tanh"},
     "window": {"windows": (3,)},
 }
 

@@ -126,6 +126,7 @@ def test_a_text_is_framed_by_the_template_of_its_tokenizer(save: Save) -> None:
 MAPS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "entmax": {"choice": "entmax", "entmax_alpha": 1.5},
+    "alpha per head": {"choice": "entmax", "entmax_alpha_learned": True},
     "sparsemax": {"choice": "sparsemax"},
     "distance": {"scores": "l2"},
     "distance, entmax": {"scores": "l2", "choice": "entmax"},
@@ -136,6 +137,8 @@ MAPS: dict[str, dict[str, Any]] = {
     "buckets": {"positions": "buckets", "kind": "encoder", "mlp": "relu"},
     "shared": {"distinct_layers": 1, "norm_place": "post", "kind": "encoder"},
     "sinks": {"sinks": True, "windows": (3, 0)},
+    "sinks of the token": {"sinks": True, "sink_score": "token", "temperature": "log"},
+    "shared keys": {"shared_kv_layers": 1, "per_layer_width": 3, "value_norm": True},
     "gates": {"gate": "head", "sinks": True},
     "gates, sparse": {"gate": "element", "gate_activation": "softplus", "choice": "sparsemax"},
 }
@@ -150,6 +153,9 @@ def run(request: pytest.FixtureRequest) -> OurModel:
     model = Transformer(
         replace(config, **MAPS[request.param]), generator=torch.Generator().manual_seed(0)
     )
+    for name, p in model.named_parameters():
+        if name.endswith("alpha_logit"):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
     return OurModel(
         name="run",
         family="fenchel",

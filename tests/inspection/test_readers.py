@@ -21,6 +21,7 @@ OURS = (
     "llama",
     "qwen3",
     "gemma",
+    "gemma4",
     "neox",
     "bloom",
     "albert",
@@ -72,6 +73,7 @@ def test_streams_and_logits_are_those_of_the_model(
         size = float(before.abs().amax())
         torch.testing.assert_close(block.input, before, rtol=1e-5, atol=1e-5 * size)
         torch.testing.assert_close(block.forward(block.input), block.output)
+        block.forward(block.input.flip(1))  # changes no later block, also where it uses these keys
     assert found.lm_head is not None
     again = found.lm_head(found.blocks[-1].output)
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5 * float(logits.abs().amax()))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -290,3 +291,8 @@ def test_a_folder_of_neither_kind(tmp_path: Path) -> None:
         open_model(tmp_path)
     with pytest.raises(ValueError, match="no directory"):
         open_model(tmp_path / "nowhere")
+
+
+def test_a_block_with_several_streams_is_refused_in_a_sentence(save: Save, ids: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"takes a tensor of \(4, 1, \d+, 24\) and not one stream"):
+        open_model(save("gemma3n")).trace(ids)

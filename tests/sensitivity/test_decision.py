@@ -106,14 +106,19 @@ def points(net: DecisionNetwork, X: Tensor, norm: str, r: float, t: int) -> Iter
 
 
 def remainders(net: DecisionNetwork, X: Tensor, J: list[Tensor], move: Tensor) -> Tensor:
-    """|err_st| at a point: (S, n)."""
+    """err_st at a point: (S, n, d)."""
     n, d = X.shape
     here, there = net.streams(X), net.streams(X + move)
     found = []
     for s in range(len(J)):
         change = (J[s].reshape(n * d, n * d) @ (there[s] - here[s]).flatten()).view(n, d)
-        found.append((there[s + 1] - here[s + 1] - change).norm(dim=-1))
+        found.append(there[s + 1] - here[s + 1] - change)
     return torch.stack(found)
+
+
+def outside(shape: Tensor, vector: Tensor) -> float:
+    """How far a vector reaches, in units of an ellipsoid: above 1 it is outside."""
+    return math.sqrt(float(vector @ torch.linalg.solve(shape, vector)))
 
 
 def jacobians(net: DecisionNetwork, X: Tensor) -> list[Tensor]:
@@ -125,8 +130,18 @@ def test_the_composed_jacobian_is_that_of_autograd(kind: str) -> None:
     net, X = network(kind)
     bound = DecisionBound(net, X)
     torch.testing.assert_close(bound.last[0], jacobian(Chain(net.stages), X))
-    rows = jacobian(lambda Y: net(Y)[3], X)
     t, i = 3, int(net(X)[3].argmax())
+
+    def sized(Y: Tensor) -> Tensor:
+        """Logits times the size that the last norm divides by, of which the text's is 1."""
+        y = torch.stack((X, Y))
+        for stage in net.stages:
+            y = stage(y)
+        y = y[:, t] if kind == "llama" else y[:, t] - y[:, t].mean(-1, keepdim=True)
+        size = (y.square().mean(-1) + 1e-5).sqrt()
+        return net(Y)[t] * size[1] / size[0].detach()
+
+    rows = jacobian(sized, X)
     gradients = bound.gradients_at(t, "all", None)
     torch.testing.assert_close(gradients.first[0], (rows[i] - rows).flatten(1).norm(dim=-1))
 
@@ -148,9 +163,13 @@ def test_no_remainder_and_no_margin_is_below_its_bound(kind: str, norm: str) -> 
             low = bound.margin(t, gradients, found, r).lower
             assert low >= -1e-9
             for move in points(net, X, norm, r, t):
-                err = remainders(net, X, J, move)
+                vectors = remainders(net, X, J, move)
+                err = vectors.norm(dim=-1)
                 assert bool((err <= eta + 1e-13).all())
                 closest = max(closest, float((err / eta).amax())) if r == radius else closest
+                for s, shape in enumerate(found.shapes if r == radius else []):
+                    for S, m in zip(shape.S, shape.tokens.tolist(), strict=True):
+                        assert outside(S, vectors[s, m]) <= 1.0
                 logits = net(X + move)[t]
                 rest = torch.cat((logits[:top], logits[top + 1 :]))
                 assert float(logits[top] - rest.amax()) >= low
@@ -181,7 +200,10 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
 
         def dropped(self: DecisionBound, *_: object) -> decision._Remainders:
             none = torch.zeros(len(PARTS), self.n, dtype=torch.float64)
-            return decision._Remainders([none] * len(self.stages), [none[0]], self.n)
+            flat = decision._shaped(none, torch.zeros(5, self.n, self.d, self.d).double(), 0.0)
+            return decision._Remainders(
+                [none] * len(self.stages), [flat] * len(self.stages), [none[0]], self.n
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(DecisionBound, "remainders", dropped)
@@ -230,17 +252,29 @@ def test_a_dropped_remainder_is_seen(part: str) -> None:
     bound, J = DecisionBound(net, X), jacobians(net, X)
     t = len(X) - 1
     ball = bound.ball("all")
-    seen = False
+    seen, left, reached = False, 0.0, 0.0
     for r in (3e-4, 3e-3, 1e-2):
         found = bound.remainders(ball, r)
         if found.n < len(X):
             continue
         eta = found.etas[0]
         rest = eta.sum(0) - eta[PARTS.index(part)]
+        shape, without = found.shapes[0], (eta.clone(), found.shapes[0].parts.clone())
+        for tensor in without:
+            tensor[PARTS.index(part)] = 0.0
+        dropped = decision._shaped(*without, bound.gamma)
         for move in (*points(net, X, "all", r, t), *_aimed(net, X, J, r)):
-            err = remainders(net, X, J, move)[0]
+            vectors = remainders(net, X, J, move)[0]
+            err = vectors.norm(dim=-1)
             assert bool((err <= eta.sum(0) + 1e-13).all())
             seen = seen or bool((err > rest + 1e-12).any())
+            for S, m in zip(shape.S, shape.tokens.tolist(), strict=True):
+                assert outside(S, vectors[m]) <= 1.0
+                reached = max(reached, outside(S, vectors[m]))
+            for S, m in zip(dropped.S, dropped.tokens.tolist(), strict=True):
+                left = max(left, outside(S, vectors[m]))
+    assert left > 1.0
+    assert reached > 0.15
     assert seen
 
 
@@ -257,6 +291,64 @@ def _aimed(net: DecisionNetwork, X: Tensor, J: list[Tensor], r: float) -> Iterat
             (g,) = torch.autograd.grad(err, move)
             move = within(move.detach() / r + g / g.norm().clamp(min=1e-300), "all", r, 0)
             yield move
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_order_of_an_mlp_is_in_its_ellipsoid(kind: str) -> None:
+    """W_D e with e_f = a'' u dg^2 / 2 + a' dg du, all with their signs."""
+    reached = 0.0
+    for seed in range(4):
+        net, X = network(kind, seed, n=2, blocks=1)
+        bound = DecisionBound(net, X)
+        f = bound.stages[1].part
+        assert isinstance(f, decision._Mlp)
+        generator = torch.Generator().manual_seed(seed)
+        root = torch.randn(2, 6, 2, dtype=torch.float64, generator=generator)
+        S = root @ root.mT + 1e-3 * torch.eye(6, dtype=torch.float64)
+        _, _, shapes = bound._mlp_remainder(f, S)
+        for i in range(2):
+            for k in range(8):
+                unit = torch.randn(6, dtype=torch.float64, generator=generator)
+                for _ in range(20):  # ascent on the distance in the metric of the ellipsoid
+                    unit = (unit / unit.norm()).detach().requires_grad_()
+                    move = decision._root(S[i]) @ unit
+                    dg, du = f.G @ move, f.U @ move
+                    e = f.D @ (0.5 * f.second[i] * f.u[i] * dg.square() + f.first[i] * dg * du)
+                    square = e @ torch.linalg.solve(shapes[i], e)
+                    assert float(square.detach()) <= 1.0
+                    reached = max(reached, float(square.detach()))
+                    (g,) = torch.autograd.grad(square, unit)
+                    unit = unit + (0.3 + 0.2 * k) * g / g.norm()
+    assert reached > 0.7
+
+
+def test_what_an_mlp_does_beyond_the_second_order_is_bounded() -> None:
+    net, X = network("llama", 4, n=2, blocks=1)
+    bound = DecisionBound(net, X)
+    f = bound.stages[1].part
+    assert isinstance(f, decision._Mlp)
+    norm, branch = decision._parts(net.stages[1])
+    h, _, _ = decision._unit(norm, bound.streams[1])
+    assert isinstance(norm.weight, Tensor)
+    eye = torch.eye(6, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    seen = 0.0
+    for size in (0.05, 0.5):
+        _, third, _ = bound._mlp_remainder(f, size**2 * eye.expand(2, 6, 6))
+        for _ in range(200):
+            move = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+            move = size * move / move.norm(dim=-1, keepdim=True)
+
+            def exact(z: Tensor) -> Tensor:
+                return Chain(branch)(z * norm.weight)
+
+            dg, du = move @ f.G.mT, move @ f.U.mT
+            second = (0.5 * f.second * f.u * dg.square() + f.first * dg * du) @ f.D.mT
+            _, first = torch.func.jvp(exact, (h,), (move,))
+            rest = (exact(h + move) - exact(h) - first - second).norm(dim=-1)
+            assert bool((rest <= third + 1e-14).all())
+            seen = max(seen, float((rest / third).amax()))
+    assert seen > 0.02
 
 
 def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
@@ -287,9 +379,12 @@ def test_curvatures_are_those_of_the_slopes_and_nowhere_exceeded() -> None:
         (second,) = torch.autograd.grad(SLOPES[name].at(x).sum(), x)
         torch.testing.assert_close(curvature.second(x).detach(), second, atol=1e-12, rtol=1e-9)
         (third,) = torch.autograd.grad(curvature.second(x).sum(), x)
+        torch.testing.assert_close(curvature.third(x).detach(), third, atol=1e-12, rtol=1e-9)
+        (fourth,) = torch.autograd.grad(curvature.third(x).sum(), x)
         for most, attained in (
             (curvature.most_second, second),
             (curvature.most_third, third),
+            (curvature.most_fourth, fourth),
         ):
             assert 0.999 * most < float(attained.abs().amax()) <= most
 

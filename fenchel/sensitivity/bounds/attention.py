@@ -101,6 +101,10 @@ _FLOOR = 1e-150  # added to lengths of entries of order 1, whose squares may hav
 
 def row(choice: Choice, p: Tensor) -> Tensor:
     """An upper bound on ``choice.sensitivity(p)``, differentiable: (..., K) -> (...)."""
+    if choice.feasible == "box":
+        bound = outward(choice.row_beta() * choice.spread(p).amax(-1), p.shape[-1])
+        # below the normal numbers a share is rounded away
+        return bound + (above(bound.detach()) - bound.detach())
     return _row_bound(curvature(choice, p))
 
 
