@@ -22,7 +22,7 @@ from fenchel.generation.sampling import (
     log_probabilities,
 )
 from fenchel.generation.scheduler import Request, Scheduler, Token, Update
-from fenchel.generation.steering import Emphasis, Steering
+from fenchel.generation.steering import Emphasis, HeadChoice, Steering
 from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Detokenizer",
     "Emphasis",
     "GenerationSettings",
+    "HeadChoice",
     "KVCache",
     "LogProbabilities",
     "Penalties",

@@ -49,9 +49,12 @@ from fenchel.attention import attention_weights, entropy
 from fenchel.attention.reference import cap, logits, product
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Choice, Softmax
+from fenchel.choice.base import require_simplex
 from fenchel.config import did_you_mean
 from fenchel.model import ModelConfig, Transformer, evaluating
+from fenchel.model.attention import layer_choice
 from fenchel.model.forward_context import Observer
+from fenchel.torch_internals import to_float64
 
 MOST_TOP = 64
 """Positions per layer or head at most."""
@@ -93,7 +96,9 @@ class TraceSettings:
         if not self.observes:
             return ()
         chosen = None if self.attention is None else self.attention.layers
-        return tuple(range(config.layers)) if chosen is None else tuple(sorted(set(chosen)))
+        if chosen is not None:
+            return tuple(sorted(set(chosen)))
+        return tuple(layer for layer in range(config.layers) if not config.is_delta(layer))
 
 
 TRACE_FIELDS = ("entropy", "attention", "sensitivity", "confidence")
@@ -334,7 +339,7 @@ class PassTrace:
         self._log_u: dict[tuple[int, int], Tensor] = {}
         config = model.config
         biased = config.has_position_bias
-        self._plain = not (biased or config.sinks or config.scores == "l2")
+        self._plain = not (biased or config.sinks or config.scores == "l2" or config.full_head_size)
         self._wide = torch.promote_types(model.lm_head_weight.dtype, torch.float32)
 
     @torch.no_grad()
@@ -472,11 +477,15 @@ class _Weights(NamedTuple):
 
 
 def _choose(choices: Sequence[Choice], z_LRHS: Tensor, log_u_LRHS: Tensor | None) -> Tensor:
-    """The weights for scores, by the map of each layer; -inf is the score of an absent key."""
+    """The weights for scores, by the map of each layer; -inf is the score of an absent key.
+
+    A map may have a number per head, which broadcasts to (B, H, T, S): layers count as sequences,
+    rows as queries.
+    """
     p_LRHS = torch.empty_like(z_LRHS)
     for choice, index in _groups(choices):
-        log_u = None if log_u_LRHS is None else log_u_LRHS[index]
-        p_LRHS[index] = choice.weights(z_LRHS[index], log_u)
+        log_u = None if log_u_LRHS is None else log_u_LRHS[index].transpose(1, 2)
+        p_LRHS[index] = choice.weights(z_LRHS[index].transpose(1, 2), log_u).transpose(1, 2)
     return p_LRHS
 
 
@@ -494,7 +503,12 @@ def _weights_of_queries(
 
 
 def _layers(settings: Sequence[TraceSettings], config: ModelConfig) -> tuple[int, ...]:
-    return tuple(sorted({layer for one in settings for layer in one.layers(config)}))
+    layers = tuple(sorted({layer for one in settings for layer in one.layers(config)}))
+    for layer in layers:
+        if config.is_delta(layer):
+            raise ValueError(f"layer {layer} is a gated DeltaNet, without attention to trace.")
+        require_simplex(layer_choice(config, layer), "a trace of attention")
+    return layers
 
 
 def _groups(choices: Sequence[Choice]) -> list[tuple[Choice, slice | list[int]]]:
@@ -530,7 +544,7 @@ def _traces(
         columns.append((z_RV / calibration.temperature).softmax(-1).gather(-1, ids_R1)[:, 0])
     measured = None if weights is None else _Measured(weights, settings)
     traces = []
-    rows = torch.stack([column.to(torch.float64) for column in columns], 1).tolist()
+    rows = torch.stack([to_float64(column) for column in columns], 1).tolist()
     for r, (one, length, row) in enumerate(zip(settings, lengths, rows, strict=True)):
         p, rank, nats, effective, *confidence = row
         asked = calibration if one.confidence else None
@@ -561,8 +575,9 @@ class _Measured:
         if heads or any(one.entropy for one in settings):
             nats_LRH = entropy(p_LRHS)
             keys_LRH, support_LRH = nats_LRH.exp(), (p_LRHS > 0).sum(-1)
-            self.heads = [x.tolist() for x in (nats_LRH, keys_LRH, support_LRH)]
-            self.means = [x.double().mean(-1).tolist() for x in (nats_LRH, keys_LRH, support_LRH)]
+            measures = (nats_LRH, keys_LRH, support_LRH)
+            self.heads = [x.tolist() for x in measures]
+            self.means = [to_float64(x).mean(-1).tolist() for x in measures]
         if attention:
             mean_LRS = p_LRHS.mean(2)
             self.read = _Reads(mean_LRS, top, sink)
@@ -577,10 +592,11 @@ class _Measured:
     def _sensitivity(self) -> list[list[RowSensitivity]]:
         """Per layer and row, for the head of the largest lower bound."""
         p_LRHS = self.weights.p
-        bounds_LRH = [p_LRHS.new_empty(p_LRHS.shape[:3], dtype=torch.float64) for _ in range(2)]
+        bounds_LRH = [torch.empty_like(to_float64(p_LRHS[..., 0])) for _ in range(2)]
         for choice, index in _groups(self.weights.choices):
-            for to, bound in zip(bounds_LRH, choice.sensitivity_bounds(p_LRHS[index]), strict=True):
-                to[index] = bound
+            bounds = choice.sensitivity_bounds(p_LRHS[index].transpose(1, 2))  # as in _choose
+            for to, bound in zip(bounds_LRH, bounds, strict=True):
+                to[index] = bound.transpose(1, 2)
         (lower_LR, head_LR), upper_LR = bounds_LRH[0].max(-1), bounds_LRH[1].amax(-1)
         columns = zip(head_LR.tolist(), lower_LR.tolist(), upper_LR.tolist(), strict=True)
         return [

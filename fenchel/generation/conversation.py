@@ -25,6 +25,7 @@ from fenchel.generation.decoder import Decoder
 from fenchel.generation.generate import GenerationSettings, updates
 from fenchel.generation.sampling import choice_seed
 from fenchel.generation.scheduler import Token
+from fenchel.generation.steering import Steering
 from fenchel.model import Transformer
 
 End = Literal["stop", "length", "context", "interrupt"]
@@ -48,7 +49,8 @@ class Conversation:
     """Messages and the model that answers them.
 
     ``interrupted`` tells whether a KeyboardInterrupt only stops the answer. ``on_left_out`` gets
-    the tokens of a conversation that is too long, and the turns that the model no longer reads.
+    the tokens of a conversation that is too long, and the turns that the model no longer reads;
+    ``on_missing`` the words to emphasise that it does not have, which are left out of this answer.
     ``decoder_start`` is the first token of the decoder of an encoder-decoder.
     """
 
@@ -64,11 +66,13 @@ class Conversation:
         decoder_start: int | None = None,
         interrupted: Callable[[KeyboardInterrupt], bool] = lambda _: False,
         on_left_out: Callable[[int, int], None] = lambda *_: None,
+        on_missing: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model, self.tokenizer, self.template = model, tokenizer, template
         self.settings, self.trust_user_tokens = settings, trust_user_tokens
         self.decoder_start = decoder_start
         self._interrupted, self._on_left_out = interrupted, on_left_out
+        self._on_missing = on_missing
         self.system: str | None = None
         self.turns: list[tuple[str, str]] = []
         """Messages of the user, and their answers."""
@@ -136,6 +140,7 @@ class Conversation:
         settings = self.settings
         if not settings.past_context:
             settings = replace(settings, max_new_tokens=min(room, settings.max_new_tokens))
+        settings = replace(settings, steering=self._steering(prompt))
         request = settings.request(prompt, source=source)
         seed = choice_seed(request.seed, 0, self._attempt)
         request = replace(request, seed=seed, continues=False)
@@ -170,6 +175,22 @@ class Conversation:
         self.left_out, self.used = left_out, len(ids) + len(new)
         answer = [token.id for token in new[:size]]
         return Answer(content, [*ids, *answer], len(ids), end, tuple(new))
+
+    def _steering(self, ids: Sequence[int]) -> Steering | None:
+        """What steers an answer to these ids: with emphasis on those words that they have."""
+        steering = self.settings.steering
+        if steering is None or steering.emphasis is None:
+            return steering
+        emphasis, tokens = steering.emphasis, set(steering.emphasis.tokens)
+        for words in emphasis.texts:
+            try:
+                found = replace(emphasis, texts=(words,)).found_in(self.tokenizer, ids)
+            except ValueError:
+                self._on_missing(words)
+            else:
+                tokens |= found.tokens
+        emphasis = replace(emphasis, tokens=frozenset(tokens), texts=())
+        return replace(steering, emphasis=emphasis if tokens else None)
 
     def _decoder_for(self, settings: GenerationSettings) -> Decoder:
         """The decoder of all turns, whose rows keep what was read."""

@@ -36,6 +36,8 @@ from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 
 from fenchel.attention import Dense, attend
 from fenchel.attention.prior import Positioned
+from fenchel.attention.spec import AttentionCall, AttentionSpec
+from fenchel.choice import Choice
 from fenchel.generation.kv_cache import KVCache
 from fenchel.generation.plain_decoder import (
     LinearWeights,
@@ -44,7 +46,7 @@ from fenchel.generation.plain_decoder import (
     plain_norm,
     why_not_plain,
 )
-from fenchel.generation.steering import EmphasisTable
+from fenchel.generation.steering import ChoiceTable
 from fenchel.model import Transformer
 from fenchel.model.forward_context import Observer
 from fenchel.model.mlp import ACTIVATIONS, gelu_tanh
@@ -242,7 +244,7 @@ class CpuForward:
         every: bool = False,
         observe: Observer | None = None,
         steer: Mapping[int, Tensor] | None = None,
-        emphasis: EmphasisTable | None = None,
+        choices: ChoiceTable | None = None,
     ) -> Tensor:
         """What the LM head takes at the last token of every part, or at ``every`` token.
 
@@ -267,12 +269,15 @@ class CpuForward:
                 placed = row.key_positions(layer) if last - first == 1 else None
                 if placed is not None:
                     spec = {**spec, "prior": Positioned(spec["prior"], placed)}
-                table = None if emphasis is None else emphasis.row(at)
-                if table is not None:
+                table = None if choices is None else choices.row(at)
+                if table is None:
+                    o = attend(q, k, v, **spec)
+                else:
                     position_BS = row.positions_of(layer, k.shape[2], last - first)
                     prior = spec["prior"] + Dense(table.bias(layer, position_BS))
-                    q, spec = table.scaled(layer, q), {**spec, "prior": prior}
-                outputs.append(attend(q, k, v, **spec)[0].transpose(0, 1))
+                    changed = AttentionSpec(**{**spec, "prior": prior})
+                    o = table.attend(layer, AttentionCall(table.scaled(layer, q), k, v, changed))
+                outputs.append(o[0].transpose(0, 1))
             return torch.cat(outputs).flatten(1)
 
         tokens = torch.tensor([token for part in parts for token in part])
@@ -289,7 +294,7 @@ class CpuForward:
         token_B: Tensor,
         observe: Observer | None = None,
         steer: Mapping[int, Tensor] | None = None,
-        emphasis: EmphasisTable | None = None,
+        choices: ChoiceTable | None = None,
     ) -> Tensor:
         """Logits after one more token of every row: (B,) -> (B, V)."""
         B, H, G, D = (
@@ -305,17 +310,19 @@ class CpuForward:
         def attend_rows(layer: int, q_BH1D: Tensor, k_BG1D: Tensor, v_BG1D: Tensor) -> Tensor:
             keys, values = cache.append(layer, k_BG1D, v_BG1D)
             added = None
-            if emphasis is not None:
-                q_BH1D = emphasis.scaled(layer, q_BH1D)
+            if choices is not None:
+                q_BH1D = choices.scaled(layer, q_BH1D)
                 position_BS = cache.positions_of(layer, keys.shape[2], 1)
-                added = emphasis.bias(layer, position_BS).view(B, G, H // G, -1).to(keys.dtype)
+                added = choices.bias(layer, position_BS).view(B, G, H // G, -1).to(keys.dtype)
             q = q_BH1D if grouped is None else q_BH1D.reshape(grouped)
             if q.dtype != keys.dtype:
                 q = q.to(keys.dtype)
             if observe is not None:
                 observe(layer, q.flatten(1, 2).unsqueeze(2), keys, values)
-            if self.invariant:
-                return self._one_by_one(cache, layer, q, keys, values, added).reshape(B, -1)
+            maps = [] if choices is None else choices.maps(layer)
+            if self.invariant or maps:
+                o = self._one_by_one(cache, layer, q, keys, values, added, maps)
+                return o.reshape(B, -1)
             mask, visible_BS = None, cache.visible(layer)
             if visible_BS is not None:
                 if visible_BS not in masks:
@@ -345,12 +352,14 @@ class CpuForward:
         keys: Tensor,
         values: Tensor,
         added: Tensor | None,
+        maps: Sequence[tuple[int, int, Choice]],
     ) -> Tensor:
         """The attention of every row to its own keys, by a call of its own.
 
         ``added`` is added to the scores of rows in which it is not zero: (B, G, H / G, S).
+        ``maps`` are rows and heads with maps of their own.
         """
-        o = torch.empty_like(q)
+        o, scale = torch.empty_like(q), self.config.score_scale
         R, lookback = cache.layers[layer].slots, cache.layers[layer].lookback
         for b, n in enumerate(cache.starts):
             row, S, mask = slice(b, b + 1), min(n + 1, R), None
@@ -362,7 +371,12 @@ class CpuForward:
                 own = added[row, :, :, :S]
                 mask = own if mask is None else mask + own
             k, v = keys[row, :, :S], values[row, :, :S]
-            o[row] = scaled_dot_product_attention(q[row], k, v, mask, scale=self.config.score_scale)
+            o[row] = scaled_dot_product_attention(q[row], k, v, mask, scale=scale)
+            for _, head, choice in (one for one in maps if one[0] == b):
+                g, t = (slice(n, n + 1) for n in divmod(head, q.shape[2]))
+                log_u = None if mask is None else mask.expand(1, *q.shape[1:3], S)[:, g, t]
+                call = q[row, g, t], k[:, g], v[:, g]
+                o[row, g, t] = attend(*call, choice=choice, prior=log_u, scale=scale)
         return o
 
     def _forward(

@@ -53,16 +53,16 @@ from fenchel.generation.fused_step import (
 from fenchel.generation.kv_cache import SLACK, CacheKind, KVCache
 from fenchel.generation.sampling import RowSampling, Sampling
 from fenchel.generation.steering import (
-    EmphasisTable,
+    ChoiceTable,
     Steering,
-    stacked_emphasis,
+    stacked_choices,
     stacked_vectors,
 )
 from fenchel.generation.steps import (
     DecodeCall,
-    Emphasised,
     EncoderOutput,
     ModelStep,
+    SteeredAttention,
     step_kind,
 )
 from fenchel.model import Transformer
@@ -159,7 +159,8 @@ class Decoder:
         self.kind = step_kind(call, step)
         self.model, self.invariant, self._record = model, invariant, record
         self.steered = frozenset(steered)
-        self.prefixes = prefixes and not invariant and model.config.kind == "decoder"
+        plain = model.config.kind == "decoder" and not model.config.has_delta
+        self.prefixes = prefixes and not invariant and plain  # a state has no beginning to keep
         self.context = min(model.config.context, positions or model.config.context)
         self.buckets = (rows,) if one_bucket else row_buckets(rows)
         if invariant:
@@ -297,14 +298,14 @@ class Decoder:
         starts = [row.length for row in rows]
         self._changed = True
         steerings, like = _steerings(rows), self.model.embed.weight
-        emphasis = self._emphasis(rows)
+        choices = self._choices(rows)
         if isinstance(self.forward, CpuForward):
             caches = [
                 self.cache.select([row.index], [n]) for row, n in zip(rows, starts, strict=True)
             ]
             steer = stacked_vectors(steerings, like, [len(part) for part in parts])
             x = self.forward.read(
-                caches, parts, every=every, observe=observe, steer=steer, emphasis=emphasis
+                caches, parts, every=every, observe=observe, steer=steer, choices=choices
             )
         else:
             encoded = None
@@ -319,7 +320,7 @@ class Decoder:
                 observe=observe,
                 encoded=encoded,
                 steer=steer,
-                emphasis=emphasis,
+                choices=choices,
             )
         for row, part in zip(rows, parts, strict=True):
             row.ids += part
@@ -435,12 +436,13 @@ class Decoder:
         token_B = torch.tensor(tokens, device=self.device)
         rows = self._rows(B)
         steer = stacked_vectors(_steerings(rows), self.model.embed.weight)
-        emphasis = self._emphasis(rows)
+        choices = self._choices(rows)
         if isinstance(self.forward, CpuForward):
-            logits_BV = self.forward.step(self.view(B), token_B, observe, steer, emphasis)
+            logits_BV = self.forward.step(self.view(B), token_B, observe, steer, choices)
         else:
             encoded, view = self._encoder_outputs(B)
-            logits_BV = self.forward.step(view, token_B, observe, encoded, steer, emphasis)
+            view.live = [row is not None and row.token is not None for row in rows]
+            logits_BV = self.forward.step(view, token_B, observe, encoded, steer, choices)
         for row in active:
             row.ids.append(row.token or 0)
         return logits_BV
@@ -449,9 +451,9 @@ class Decoder:
         """The sequences of the first B rows."""
         return [*self.rows, *[None] * (B - len(self.rows))][:B]
 
-    def _emphasis(self, rows: Sequence[Row | None]) -> EmphasisTable | None:
+    def _choices(self, rows: Sequence[Row | None]) -> ChoiceTable | None:
         pairs = [(None, 0) if row is None else (row.steering, row.left) for row in rows]
-        return stacked_emphasis(pairs, self.model.config.heads)
+        return stacked_choices(pairs, self.model.config.heads)
 
     def view(self, B: int) -> KVCache:
         """The first B rows of the cache with the numbers of tokens that they have now."""
@@ -521,9 +523,9 @@ class Decoder:
                 recorded.set_vectors(stacked_vectors(_steerings(self.rows), like) or {})
             self._arrived = False
         longest = max((row.length + 1 for row in rows), default=1)
-        emphasis, override = self._emphasis(self._rows(B)), None
-        if emphasis is not None:
-            override = Emphasised(emphasis, recorded.caches[B])
+        choices, override = self._choices(self._rows(B)), None
+        if choices is not None:
+            override = SteeredAttention(choices, recorded.caches[B])
         if observe is None and override is None:
             logits_BV = recorded.step(B, longest=longest)
         else:

@@ -31,7 +31,12 @@ no key to its right, and the slots of padding are written again before a query s
 
 What is not stored in the model's dtype is widened into a work space that the layers share, so a
 cache of L layers in one byte costs L bytes per entry and the floats of one layer, not of L. A
-returned tensor is therefore valid until the next layer reads.
+returned tensor is therefore valid until the next layer reads; where layers share keys and values
+(``shared_kv_layers``), which are stored once, it is a copy.
+
+**States.** A layer without keys (gated DeltaNet) has a state per row, of a size that does not grow:
+that after the last token read. It is 0 in a row without tokens, and cannot go back. Rows that a
+step computes without need (``live``) keep theirs.
 
 **On the device.** A recorded step (generation/fused_step.py) has the same shapes at every token: a
 view with ``token_B`` has the numbers of tokens in device memory, and returns all R slots.
@@ -48,6 +53,7 @@ import torch
 from torch import Tensor
 
 from fenchel.model import ModelConfig
+from fenchel.model.delta_net import DeltaState
 
 INT8_MAX = 127
 """The largest int8 whose negative exists too."""
@@ -240,19 +246,35 @@ class KVCache:
         self.per_row = False
         self.token_B: Tensor | None = None
         """The same as ``starts`` in device memory, for recorded steps."""
+        self.live: Sequence[bool] | None = None
+        """Which rows of this view read a token that counts; None is all."""
         self._rows: Rows = slice(0, batch)
         self._cross: dict[int, tuple[Tensor, Tensor]] = {}
         self._placed: dict[object, Tensor] = {}
         windows = [config.window(layer) for layer in range(config.layers)]
         sizes = [positions if w is None else min(positions, w + slack) for w in windows]
-        G, D = config.groups, config.head_width
-        self.work: tuple[Tensor, ...] = ()
-        if kind == "int8" or (kind == "float16" and dtype != torch.float16):
-            size = (batch, G, max(sizes), D)
-            self.work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
+        self.states: dict[int, DeltaState] = {}
+        for layer in filter(config.is_delta, range(config.layers)):
+            sizes[layer], windows[layer] = 0, None
+            wide = torch.promote_types(dtype, torch.float32)
+            taps = batch, 2 * config.delta_keys + config.delta_values, config.delta_kernel - 1
+            heads = config.delta_value_heads, config.delta_key_width, config.delta_value_width
+            self.states[layer] = DeltaState(
+                torch.zeros(taps, dtype=dtype, device=device),
+                torch.zeros(batch, *heads, dtype=wide, device=device),
+            )
+        shapes = [(c.groups, c.head_width) for c in map(config.at_layer, range(config.layers))]
+        widened = kind == "int8" or (kind == "float16" and dtype != torch.float16)
+        self._work: dict[tuple[int, int], list[Tensor]] = {}
+        for shape in dict.fromkeys(shapes if widened else ()):
+            G, D = shape
+            slots = max(R for R, own in zip(sizes, shapes, strict=True) if own == shape)
+            size = (batch, G, slots, D)
+            self._work[shape] = [torch.empty(size, dtype=dtype, device=device) for _ in "kv"]
 
-        def store(R: int, which: int) -> Store:
-            shape, work = StoreShape(batch, G, R, D), self.work[which] if self.work else None
+        def store(layer: int, which: int) -> Store:
+            R, (G, D) = sizes[layer], shapes[layer]
+            shape, work = StoreShape(batch, G, R, D), self._work[G, D][which] if widened else None
             if kind != "int8":
                 stored = torch.float16 if kind == "float16" else dtype
                 return DenseStore(shape, dtype=stored, device=device, work=work)
@@ -264,10 +286,15 @@ class KVCache:
                 padded = padded_slots(R)
             return Int8Store(shape, device=device, work=work, slots_last=padded)
 
-        self.layers = [
-            LayerCache(store(R, 0), store(R, 1), R, None if window is None else window - 1)
-            for R, window in zip(sizes, windows, strict=True)
-        ]
+        self.layers: list[LayerCache] = []
+        for layer, window in enumerate(windows):
+            source = config.kv_source(layer)
+            if source is not None and source < layer:
+                self.layers.append(self.layers[source])
+                continue
+            lookback = None if window is None else window - 1
+            self.layers.append(LayerCache(store(layer, 0), store(layer, 1), sizes[layer], lookback))
+        self._kept = bool(config.shared_kv_layers) and widened
 
     # A view of rows, for one pass or more
 
@@ -334,7 +361,8 @@ class KVCache:
         keys.write(rows, slots, k)
         values.write(rows, slots, v)
         first, end = self.span(layer, T)
-        return keys.read(rows, first, end), values.read(rows, first, end)
+        k, v = keys.read(rows, first, end), values.read(rows, first, end)
+        return (k.clone(), v.clone()) if self._kept else (k, v)
 
     def key_positions(self, layer: int) -> Tensor | None:
         """The positions of the keys that ``append`` returns for one token, -1 for an absent one.
@@ -367,6 +395,30 @@ class KVCache:
             self._placed[key] = t_BS >= first_B1
         return self._placed[key]
 
+    @property
+    def new_tokens(self) -> Tensor | None:
+        """How many of the T new tokens each row has, (B,); None is all."""
+        counts = self.counts
+        if counts is None or len(set(counts)) == 1:
+            return None
+        return torch.tensor(counts, device=self.device)
+
+    def state(self, layer: int) -> DeltaState:
+        """The state of a layer without keys, 0 in rows that have no token: (B, ...)."""
+        taps, memory = (x[self._rows] for x in self.states[layer])
+        if min(self.starts) == 0:
+            old = torch.tensor([n > 0 for n in self.starts], device=self.device)[:, None, None]
+            taps, memory = taps.where(old, 0.0), memory.where(old.unsqueeze(-1), 0.0)
+        return DeltaState(taps, memory)
+
+    def set_state(self, layer: int, state: DeltaState) -> None:
+        """The state after the new tokens, in rows that are live."""
+        for memory, x in zip(self.states[layer], state, strict=True):
+            if self.live is not None:
+                live = torch.tensor(self.live, device=self.device)
+                x = torch.where(live.view(-1, *[1] * (x.dim() - 1)), x, memory[self._rows])
+            memory[self._rows] = x.detach().to(memory.dtype)
+
     def advance(self, positions: int) -> None:
         """Count tokens that every layer has appended."""
         self._placed = {}
@@ -394,6 +446,8 @@ class KVCache:
 
     def can_rewind(self, length: int, read: int) -> bool:
         """Whether a row of ``read`` tokens has all that queries after its first ``length`` see."""
+        if self.states and length != read:
+            return False
         return length <= read and all(
             seen is None
             or self.positions == R
@@ -414,10 +468,13 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """All memory of the cache, the work space included."""
-        return sum(x.numel() * x.element_size() for x in (*self._buffers(), *self.work))
+        work = (x for pair in self._work.values() for x in pair)
+        return sum(x.numel() * x.element_size() for x in (*self._buffers(), *work))
 
     def _buffers(self) -> list[Tensor]:
-        return [x for layer in self.layers for store in layer[:2] for x in store.buffers()]
+        stores = {id(store): store for layer in self.layers for store in layer[:2]}  # shared once
+        keys = [x for store in stores.values() for x in store.buffers()]
+        return [*keys, *(x for state in self.states.values() for x in state)]
 
     def _number_B1(self) -> Tensor:
         """The number of tokens of every row before the pass, (B, 1); (1, 1) for equal rows."""

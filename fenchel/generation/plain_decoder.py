@@ -132,6 +132,7 @@ def block_weights(block: nn.Module) -> BlockWeights:
     assert isinstance(block, Block)
     assert isinstance(block.mlp, Mlp)
     attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, Attention)
     return BlockWeights(
         attention.choice,
         plain_norm(block.attention_norm),

@@ -240,6 +240,9 @@ def draw(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
         token_B, marked_B = torch.empty_like(n_B), torch.empty_like(n_B)
         draw_token(logits_BV, settings, n_B, torch.zeros_like(n_B), token_B, marked_B)
         return marked_B
+    if logits_BV.device.type == "mps":  # which has no float64
+        there = RowSampling(*(x.cpu() for x in settings))
+        return draw(logits_BV.cpu(), there, n_B.cpu()).to(logits_BV.device)
     top_B, token_B = logits_BV.max(-1)
     if bool(settings.temperature.any()):
         T_B1 = torch.where(settings.temperature > 0, settings.temperature, 1.0).unsqueeze(-1)

@@ -288,6 +288,7 @@ class Scheduler:
             raise ValueError(f"to stop at {request.stop_strings[0]!r} give the tokenizer.")
         job = Job(request, on_update, text, [*request.prompt])
         alone = not self.decoder.kind.recorded and not self.decoder.invariant
+        alone = alone and not self.decoder.model.config.has_delta  # a state cannot go back
         if request.draft and alone and request.budget is None:
             job.lookup = PromptLookup(request.prompt)
             job.drafts = DraftControl(request.draft)
@@ -348,8 +349,11 @@ class Scheduler:
             raise ValueError(f"the recorded step adds nothing after layer {min(others)}.")
         if request.rows > len(self.decoder.rows):
             raise ValueError("a budget per token takes a second row, and the decoder has one.")
-        if request.steering.emphasis is not None and request.trace is not None:
-            raise ValueError("the attention of an emphasised request is not traced; leave out one.")
+        if request.steering.changes_attention and request.trace is not None:
+            raise ValueError(
+                "the attention of a request that changes it (emphasis, heads) is not traced; leave "
+                "out one."
+            )
         if request.budget is not None and request.prompt_logprobs is not None:
             raise ValueError(
                 "the tokens of a prompt have no law within a budget; leave out prompt_logprobs or "

@@ -1,15 +1,18 @@
 """What steers one sequence among others: its stream, its choice of keys, a budget per token.
 
     x_l <- x_l + v_l                        after block l, at every token, the prompt's too
-    p ~ u exp(beta z),  log u_j = b         for tokens j of the prompt, in chosen layers and heads
+    p ~ u exp(z),  log u_j = b              for tokens j of the prompt, in chosen layers and heads
+    p = choice(beta z)                      with another beta or another map in chosen heads
 
 Rows of one step have vectors of their own, zero for a row that is not steered; a zero changes no
 bit. Keys and values after block l depend on them, so a row serves a later prompt only if both are
 steered alike (``Steering.key``).
 
 **Emphasis.** A prior of b on some tokens multiplies their softmax weights by e^b before they are
-normalised; below 0 they are attended to less. ``beta`` is a factor on the scores of the same heads:
-below 1 they choose more evenly.
+normalised; below 0 they are attended to less.
+
+**Heads.** ``beta`` is a factor on the scores of a head: below 1 it chooses more evenly. Another
+map, such as sparsemax, drops keys that softmax keeps.
 
 **Budget.** With ``budget`` = kappa an unsteered row reads the same tokens. p0 is its law of the
 next token and p1 that of the steered row; the token is drawn from
@@ -34,25 +37,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fenchel.choice import beta_for_budget
+from fenchel.attention import Dense, attend
+from fenchel.attention.spec import AttentionCall
+from fenchel.choice import Choice, beta_for_budget, by_name
 from fenchel.data import AnyTokenizer, TextTokenizer
 from fenchel.files import printable
 from fenchel.generation.text_stream import Detokenizer
 from fenchel.model import ModelConfig
+from fenchel.torch_internals import to_float64
 
 MOST_BIAS, MOST_BETA = 20.0, 100.0
 """Larger ones choose nothing else, or round to one key."""
+_HEAD = re.compile(r"([1-9][0-9]{0,3})(?:\.([1-9][0-9]{0,3}))?")
 
 
 @dataclass(frozen=True)
 class Emphasis:
-    """How chosen heads choose: a prior on tokens, and a factor on the scores."""
+    """A prior on tokens, in chosen layers and heads."""
 
     tokens: frozenset[int] = frozenset()
     """Positions of the tokens, from 0."""
     bias: float = 1.0
     """log u of these tokens; that of the others is 0."""
-    beta: float = 1.0
     layers: frozenset[int] | None = None
     """From 1; None is all."""
     heads: frozenset[int] | None = None
@@ -86,8 +92,23 @@ class Emphasis:
                 raise ValueError(f"there is no {name} {wrong[0]}; the model has 1 to {most}.")
         if not abs(self.bias) <= MOST_BIAS:
             raise ValueError(f"a bias of {self.bias:g} should be -{MOST_BIAS:g} to {MOST_BIAS:g}.")
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """How one head chooses among the keys."""
+
+    beta: float = 1.0
+    """A factor on its scores."""
+    choice: Choice | None = None
+    """Its map; None is the model's."""
+
+    def require(self) -> None:
+        """Raise where no head can choose so."""
         if not 0.0 <= self.beta <= MOST_BETA:
             raise ValueError(f"beta={self.beta:g} should be 0 to {MOST_BETA:g}.")
+        if self.choice is not None and self.choice.tensors():
+            raise ValueError(f"{self.choice} has tensors; one head takes a map with numbers.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +120,8 @@ class Steering:
     emphasis: Emphasis | None = None
     budget: float | None = None
     """KL(law || unsteered law) of every token at most, in nats; None is no limit."""
+    heads: Mapping[tuple[int, int], HeadChoice] = field(default_factory=dict)
+    """By layer and head, both from 1."""
 
     @cached_property
     def key(self) -> bytes:
@@ -106,11 +129,17 @@ class Steering:
         digest = hashlib.sha256()
         if (e := self.emphasis) is not None:
             numbers = [None if x is None else sorted(x) for x in (e.tokens, e.layers, e.heads)]
-            digest.update(repr((numbers, e.bias, e.beta)).encode())
+            digest.update(repr((numbers, e.bias)).encode())
+        digest.update(repr(sorted(self.heads.items(), key=lambda item: item[0])).encode())
         for layer, v_M in sorted(self.vectors.items()):
             digest.update(f"{layer}:".encode())
-            digest.update(v_M.detach().double().cpu().numpy().tobytes())
+            digest.update(to_float64(v_M.detach()).cpu().numpy().tobytes())
         return digest.digest()
+
+    @property
+    def changes_attention(self) -> bool:
+        """Whether heads choose otherwise than in the model."""
+        return self.emphasis is not None or bool(self.heads)
 
     def require(self, config: ModelConfig) -> None:
         """Raise where a model cannot be steered so."""
@@ -124,8 +153,56 @@ class Steering:
                 raise ValueError(f"the vector after layer {layer} holds nan or inf.")
         if self.emphasis is not None:
             self.emphasis.require(config)
+        for (layer, head), one in self.heads.items():
+            _require_head(layer, head, config)
+            one.require()
         if self.budget is not None and not self.budget > 0.0:
             raise ValueError(f"a budget of {self.budget:g} nats per token should be above 0.")
+
+
+def _require_head(layer: int, head: int, config: ModelConfig) -> None:
+    if not (1 <= layer <= config.layers and 1 <= head <= config.heads):
+        raise ValueError(
+            f"there is no head {layer}.{head}; the model has heads 1 to {config.heads} of layers "
+            f"1 to {config.layers}."
+        )
+
+
+def head_choices(
+    config: ModelConfig, betas: Mapping[str, float], maps: Mapping[str, str]
+) -> dict[tuple[int, int], HeadChoice]:
+    """What ``Steering.heads`` holds, from heads by their names.
+
+    "2.1" is head 1 of layer 2, "2" every head of layer 2 and "all" every head; later names replace
+    earlier ones. A map has the settings that the model has for it, and entmax the alpha of a fresh
+    model where it is learned.
+
+    >>> config = ModelConfig(vocabulary=9, width=32, layers=3, heads=2)
+    >>> head_choices(config, {"2": 0.5}, {"2.1": "hard"})
+    {(2, 1): HeadChoice(beta=0.5, choice=Hard()), (2, 2): HeadChoice(beta=0.5, choice=None)}
+    """
+    found: dict[tuple[int, int], HeadChoice] = {}
+    for name, beta in betas.items():
+        for key in _heads_named(name, config):
+            found[key] = replace(found.get(key, HeadChoice()), beta=beta)
+    for name, words in maps.items():
+        choice = by_name(words, alpha=config.entmax_alpha, beta=config.beta)
+        for key in _heads_named(name, config):
+            found[key] = replace(found.get(key, HeadChoice()), choice=choice)
+    return found
+
+
+def _heads_named(name: str, config: ModelConfig) -> list[tuple[int, int]]:
+    layers, heads = (range(1, n + 1) for n in (config.layers, config.heads))
+    if name == "all":
+        return [(layer, head) for layer in layers for head in heads]
+    if (match := _HEAD.fullmatch(name)) is None:
+        shown = printable(name, 40)
+        raise ValueError(f"{shown!r} names no head; write 2.1 for head 1 of layer 2, 2, or all.")
+    layer = int(match[1])
+    chosen = [int(match[2])] if match[2] else list(heads)
+    _require_head(layer, chosen[0], config)
+    return [(layer, head) for head in chosen]
 
 
 def _spans(tokenizer: AnyTokenizer, ids: Sequence[int]) -> tuple[str, list[int], list[int]]:
@@ -171,34 +248,34 @@ def stacked_vectors(
     return tables
 
 
-class EmphasisTable:
-    """What emphasis changes in the attention of the rows of one pass."""
+class ChoiceTable:
+    """How the heads of the rows of one pass choose, where that is not as in the model."""
 
     def __init__(self, rows: Sequence[tuple[Steering | None, int]], heads: int) -> None:
         """``rows`` are what steers each of them and how many of its tokens left the cache."""
-        self.heads = heads
-        self.rows = [
-            (steering.emphasis, left)
-            for steering, left in rows
-            if steering is not None and steering.emphasis is not None
-        ]
-        self.numbers = [
-            at for at, (s, _) in enumerate(rows) if s is not None and s.emphasis is not None
-        ]
-        self.count = len(rows)
+        self.heads, self.count = heads, len(rows)
+        self.rows = {
+            at: (steering, left)
+            for at, (steering, left) in enumerate(rows)
+            if steering is not None and steering.changes_attention
+        }
 
     def scaled(self, layer: int, q_BHTD: Tensor) -> Tensor:
         """Queries whose scores have the factor beta; ``layer`` from 0."""
         factor = torch.ones(self.count, self.heads)
-        for at, (emphasis, _) in zip(self.numbers, self.rows, strict=True):
-            factor[at] = 1.0 + (emphasis.beta - 1.0) * _chosen(emphasis, layer, self.heads)
+        for at, (steering, _) in self.rows.items():
+            for (number, head), one in steering.heads.items():
+                if number == layer + 1:
+                    factor[at, head - 1] = one.beta
         return q_BHTD * factor.view(*factor.shape, 1, 1).to(q_BHTD)
 
     def bias(self, layer: int, position_BS: Tensor) -> Tensor:
         """log u of keys at these positions, in float32: (B or 1, S) -> (B, H, 1, S)."""
         S = position_BS.shape[-1]
         log_u = torch.zeros(self.count, self.heads, 1, S, device=position_BS.device)
-        for at, (emphasis, left) in zip(self.numbers, self.rows, strict=True):
+        for at, (steering, left) in self.rows.items():
+            if (emphasis := steering.emphasis) is None:
+                continue
             tokens = torch.tensor([t - left for t in sorted(emphasis.tokens) if t >= left])
             row_S = position_BS[at if len(position_BS) > 1 else 0]
             found_S = torch.isin(row_S, tokens.to(row_S)).to(log_u.dtype)
@@ -206,21 +283,49 @@ class EmphasisTable:
             log_u[at, :, 0] = emphasis.bias * chosen_H.unsqueeze(-1) * found_S
         return log_u
 
-    def row(self, at: int) -> "EmphasisTable | None":
-        """That of one row; None where it has no emphasis."""
-        if at not in self.numbers:
+    def maps(self, layer: int) -> list[tuple[int, int, Choice]]:
+        """Rows, heads and the maps that these heads have instead of the model's; all from 0."""
+        return [
+            (at, head - 1, one.choice)
+            for at, (steering, _) in self.rows.items()
+            for (number, head), one in steering.heads.items()
+            if number == layer + 1 and one.choice is not None
+        ]
+
+    def attend(self, layer: int, call: AttentionCall) -> Tensor:
+        """The attention of a call whose queries and prior are changed already: (B, H, T, E)."""
+        (q, k, v, spec), maps = call, self.maps(layer)
+        o_BHTE = attend(q, k, v, **spec)
+        if not maps:
+            return o_BHTE
+        (B, H, T, _), (G, S) = q.shape, k.shape[1:3]
+        log_u = None
+        if spec.prior is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            log_u = spec.prior.log(T, S, B=B, H=H, device=q.device, dtype=wide)
+            log_u = log_u.expand(B, H, -1, -1)
+        o_BHTE = o_BHTE.clone()
+        for at, head, choice in maps:
+            row, one, group = slice(at, at + 1), slice(head, head + 1), head * G // H
+            prior = None if log_u is None else Dense(log_u[row, one])
+            own = (x[row, group : group + 1] for x in (k, v))
+            changed = replace(spec, choice=choice, prior=prior)
+            o_BHTE[row, one] = attend(q[row, one], *own, **changed)
+        return o_BHTE
+
+    def row(self, at: int) -> "ChoiceTable | None":
+        """That of one row; None where it chooses as the model does."""
+        if at not in self.rows:
             return None
         one = copy(self)
-        one.rows, one.numbers, one.count = [self.rows[self.numbers.index(at)]], [0], 1
+        one.rows, one.count = {0: self.rows[at]}, 1
         return one
 
 
-def stacked_emphasis(
-    rows: Sequence[tuple[Steering | None, int]], heads: int
-) -> EmphasisTable | None:
-    """The table of several rows; None where none has an emphasis."""
-    table = EmphasisTable(rows, heads)
-    return table if table.numbers else None
+def stacked_choices(rows: Sequence[tuple[Steering | None, int]], heads: int) -> ChoiceTable | None:
+    """The table of several rows; None where all choose as the model does."""
+    table = ChoiceTable(rows, heads)
+    return table if table.rows else None
 
 
 def _chosen(emphasis: Emphasis, layer: int, heads: int) -> Tensor:
@@ -239,8 +344,8 @@ def within_budget(steered_BV: Tensor, unsteered_BV: Tensor, kappa_B: Tensor) -> 
     >>> p, (p * (p / 0.5).log()).sum()  # 0.88 without a budget
     (tensor([[0.7198, 0.2802]]), tensor(0.1000))
     """
-    p0_BV, p1_BV = (z.double().log_softmax(-1) for z in (unsteered_BV, steered_BV))
+    p0_BV, p1_BV = (to_float64(z).log_softmax(-1) for z in (unsteered_BV, steered_BV))
     gain_BV = torch.where(p0_BV == -torch.inf, 0.0, p1_BV - p0_BV)
-    lam_B = beta_for_budget(gain_BV, kappa_B.double(), p0_BV).clamp(max=1.0)
+    lam_B = beta_for_budget(gain_BV, to_float64(kappa_B), p0_BV).clamp(max=1.0)
     mixed_BV = p0_BV + lam_B.unsqueeze(-1) * gain_BV
-    return mixed_BV.log_softmax(-1).to(steered_BV.dtype)
+    return mixed_BV.log_softmax(-1).to(steered_BV.dtype).to(steered_BV.device)

@@ -26,7 +26,7 @@ from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.generation.cpu_step import why_not_cpu, why_not_packed
 from fenchel.generation.fused_step import StepRecorder, capture_graph, why_not_fused
 from fenchel.generation.kv_cache import CacheKind, KVCache
-from fenchel.generation.steering import EmphasisTable
+from fenchel.generation.steering import ChoiceTable
 from fenchel.model import Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.forward_context import AttentionOverride, Observer
@@ -83,6 +83,8 @@ def _recorded(call: DecodeCall) -> str | None:
         return f"a CUDA graph needs a model on a GPU, and this one is on {device}"
     if config.kind != "decoder":
         return f"the model is of kind={config.kind!r}"
+    if config.has_delta:
+        return "the states of its gated DeltaNet layers are not recorded"
     if call.invariant:
         return "a recorded step has no invariant attention"
     return None
@@ -106,11 +108,17 @@ def _graph(call: DecodeCall) -> str | None:
         # The solvers of other maps decide on the host when they have converged, and a capture that
         # fails there leaves the random generators of the device unusable.
         if isinstance(module, Attention) and not isinstance(module.choice, type(SOFTMAX)):
-            return f"{module.choice} is solved by iterations that the host counts"
+            name = type(module.choice).__name__
+            return f"{name} is not softmax, and its solver may need the host"
     return _recorded(call)
 
 
 def _model(call: DecodeCall) -> str | None:
+    if call.invariant and call.model.config.has_delta:
+        return (
+            "gated DeltaNet layers update the states of all rows at once, so that other requests "
+            "may change the rounding; decode this model without invariant"
+        )
     if call.invariant and call.model.config.experts:
         return (
             "experts compute as many tokens at once as choose them, so that other requests change "
@@ -188,7 +196,7 @@ class ModelStep:
         observe: Observer | None = None,
         encoded: EncoderOutput | None = None,
         steer: Mapping[int, Tensor] | None = None,
-        emphasis: EmphasisTable | None = None,
+        choices: ChoiceTable | None = None,
     ) -> Tensor:
         """What the LM head takes at the last token of every part, or at ``every`` token of one.
 
@@ -201,7 +209,7 @@ class ModelStep:
             row[: len(part)] = torch.tensor(part)
         cache.counts = counts
         ids_PT = ids_PT.to(cache.device)
-        hidden_PTM = self._call(ids_PT, cache, observe, encoded, steer, emphasis, hidden=True)
+        hidden_PTM = self._call(ids_PT, cache, observe, encoded, steer, choices, hidden=True)
         if every:
             return hidden_PTM[0]
         return hidden_PTM[range(len(parts)), [n - 1 for n in counts]]
@@ -213,10 +221,10 @@ class ModelStep:
         observe: Observer | None = None,
         encoded: EncoderOutput | None = None,
         steer: Mapping[int, Tensor] | None = None,
-        emphasis: EmphasisTable | None = None,
+        choices: ChoiceTable | None = None,
     ) -> Tensor:
         """Logits after one more token of every row: (B,) -> (B, V)."""
-        return self._call(token_B.unsqueeze(-1), cache, observe, encoded, steer, emphasis)[:, -1]
+        return self._call(token_B.unsqueeze(-1), cache, observe, encoded, steer, choices)[:, -1]
 
     def logits(self, x_NM: Tensor) -> Tensor:
         """The LM head: (N, M) -> (N, V)."""
@@ -229,7 +237,7 @@ class ModelStep:
         observe: Observer | None,
         encoded: EncoderOutput | None,
         steer: Mapping[int, Tensor] | None,
-        emphasis: EmphasisTable | None,
+        choices: ChoiceTable | None,
         *,
         hidden: bool = False,
     ) -> Tensor:
@@ -238,9 +246,9 @@ class ModelStep:
         if steer is not None:
             vectors = {layer: v_BM.unsqueeze(1) for layer, v_BM in steer.items()}
         if self.invariant and ids_BT.shape[1] == 1:
-            override = RowByRow(cache)
-        if emphasis is not None:
-            override = Emphasised(emphasis, cache, override)
+            override = RowByRow(cache, choices)
+        if choices is not None:
+            override = SteeredAttention(choices, cache, override)
         with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
             result: Tensor = self.model(
                 ids_BT,
@@ -255,11 +263,11 @@ class ModelStep:
         return result
 
 
-class Emphasised:
-    """The attention of a layer with the emphasis of its rows, for ``attention_override``."""
+class SteeredAttention:
+    """The attention of a layer whose rows choose as a table says, for ``attention_override``."""
 
     def __init__(
-        self, table: EmphasisTable, cache: KVCache, inner: AttentionOverride | None = None
+        self, table: ChoiceTable, cache: KVCache, inner: AttentionOverride | None = None
     ) -> None:
         self.table, self.cache, self.inner = table, cache, inner
 
@@ -273,7 +281,7 @@ class Emphasised:
         changed = AttentionCall(self.table.scaled(layer, q), k, v, replace(spec, prior=prior))
         if self.inner is not None:
             return self.inner(layer, changed)
-        return attend(changed.q, k, v, **changed.spec)
+        return self.table.attend(layer, changed)
 
 
 class RowByRow:
@@ -283,8 +291,8 @@ class RowByRow:
     how long the others are, and a map that is solved by iterations does not wait for them.
     """
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, table: ChoiceTable | None = None) -> None:
+        self.cache, self.table = cache, table
 
     def __call__(self, layer: int, call: AttentionCall) -> Tensor:
         """q (B, H, 1, D), k and v (B, G, S, D) -> (B, H, 1, D)."""
@@ -298,6 +306,10 @@ class RowByRow:
         for b, n in enumerate(self.cache.starts):
             row, S = slice(b, b + 1), before + min(n + 1, R)
             prior = Dense(log_u[row if len(log_u) > 1 else slice(1), ..., :S])
-            own = q[row], k[row, :, :S], v[row, :, :S]
-            rows.append(attend(*own, **replace(spec, prior=prior)))
+            own = q[row], k[row, :, :S], v[row, :, :S], replace(spec, prior=prior)
+            table = None if self.table is None else self.table.row(b)
+            if table is None:
+                rows.append(attend(*own[:3], **own[3]))
+            else:
+                rows.append(table.attend(layer, AttentionCall(*own)))
         return torch.cat(rows)

@@ -4,7 +4,8 @@ from fenchel.interpretability.ablation import Ablation, ablate
 from fenchel.interpretability.hooked_model import HookedModel, hooked
 from fenchel.interpretability.intervention import Site
 from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
-from fenchel.interpretability.lens_laws import Agreement, Lens, lens
+from fenchel.interpretability.lens_error import LensError, lens_errors
+from fenchel.interpretability.lens_laws import Agreement, LayerLaw, Lens, last_laws, lens
 from fenchel.interpretability.patching import Patch, patch
 from fenchel.interpretability.score_parts import has_score_parts, score_parts
 
@@ -13,14 +14,18 @@ __all__ = [
     "Agreement",
     "HookedModel",
     "JacobianLens",
+    "LayerLaw",
     "Lens",
+    "LensError",
     "Patch",
     "Site",
     "ablate",
     "fit_lens",
     "has_score_parts",
     "hooked",
+    "last_laws",
     "lens",
+    "lens_errors",
     "patch",
     "score_parts",
 ]

@@ -56,8 +56,7 @@ class Ablation(Effects):
             "to": self.to,
             "tokens": self.tokens,
             "loss": self.base,
-            "effects": [effect.plain() for effect in self.effects],
-            "agreement": [row._asdict() for row in self.agreement],
+            **super().plain(),
         }
 
 
@@ -123,6 +122,11 @@ def head_counts(model: HookedModel, ids: Sequence[int]) -> tuple[int, int]:
     recorded = RecordedPass()
     with torch.no_grad():
         model.logits(model.batch(ids[:2]), recorded)
+    if len(recorded.calls) < model.layers:
+        raise ValueError(
+            f"{model.name} has layers of gated DeltaNet, whose heads choose among no keys; parts "
+            "are removed and patched where every layer has attention."
+        )
     call = recorded.calls[1]
     return call.q.shape[1], call.k.shape[1]
 

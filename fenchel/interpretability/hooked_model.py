@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -231,6 +232,12 @@ def hooked(model: Model) -> HookedModel:
     if isinstance(model, ForeignModel):
         return _HookedForeign(model)
     raise ValueError(f"a Transformer or an opened model is needed, got {type(model).__name__}.")
+
+
+def separate(model: Transformer) -> Transformer:
+    """A copy of the modules with the same weights: passes of ``model`` do not meet its hooks."""
+    weights = [*model.parameters(), *model.buffers()]
+    return deepcopy(model, {id(weight): weight for weight in weights})
 
 
 @contextmanager

@@ -157,6 +157,48 @@ def lens(
     return Lens(kind=named, layers=layers, ids=tuple(ids), **tensors)
 
 
+class LayerLaw(NamedTuple):
+    """The law of the next token that a layer holds at one position."""
+
+    layer: int
+    tokens: list[int]
+    """Those with the largest probabilities."""
+    probabilities: list[float]
+    next: float | None
+    """The probability of the token that came next, where one was named."""
+
+
+@torch.no_grad()
+def last_laws(
+    model: Model,
+    ids: Sequence[int],
+    next_id: int | None = None,
+    *,
+    fit: JacobianLens | None = None,
+    top: int = 5,
+) -> list[LayerLaw]:
+    """The law of the next token after the last of ``ids``, layer by layer; the model's own is last.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocabulary=16, layers=3, width=32))
+    >>> [law.layer for law in last_laws(model, [3, 1, 4])]
+    [1, 2, 3]
+    """
+    subject, recorded = hooked(model), RecordedPass()
+    subject.logits(subject.batch(ids), recorded)
+    layers = range(1, subject.layers) if fit is None else fit.layers
+    found = []
+    for layer in (*layers, subject.layers):
+        x_1M = recorded.streams[layer][0, -1:]
+        if fit is not None and layer < subject.layers:
+            x_1M = fit.read(layer, x_1M)
+        law_V = _log_law(subject, x_1M)[0].exp()
+        best = law_V.topk(min(top, len(law_V)))
+        p = None if next_id is None else float(law_V[next_id])
+        found.append(LayerLaw(layer, best.indices.tolist(), best.values.tolist(), p))
+    return found
+
+
 def _streams(model: HookedModel, ids: Sequence[int]) -> Tensor:
     """The streams after every layer, (L, T, M)."""
     if len(ids) < 2:

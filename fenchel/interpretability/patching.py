@@ -61,8 +61,7 @@ class Patch(Effects):
             "tokens": self.tokens,
             "clean": self.clean,
             "corrupt": self.base,
-            "effects": [effect.plain() for effect in self.effects],
-            "agreement": [row._asdict() for row in self.agreement],
+            **super().plain(),
         }
 
 

@@ -30,13 +30,21 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import h11
 import uvicorn
@@ -67,6 +75,7 @@ from fenchel.server.openai_api import (
     completion_call,
     detokenize,
     embedding_call,
+    lens_call,
     model_card,
     parse_body,
     prompt_text,
@@ -386,6 +395,14 @@ def _events(chunks: Collection[Mapping[str, Any]]) -> bytes:
     return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
 
 
+class LayerLaws(Protocol):
+    """What the layers of a model would write after some tokens, with the probability of one."""
+
+    def __call__(self, ids: Sequence[int], next_id: int | None, *, top: int) -> Iterable[Any]:
+        """Per layer: ``layer``, ``tokens``, ``probabilities`` and ``next``."""
+        ...
+
+
 class App:
     """The routes of one served model."""
 
@@ -396,8 +413,14 @@ class App:
         embedder: Embedder,
         relay: Relay,
         settings: ServerSettings,
+        lens: LayerLaws | None = None,
     ) -> None:
-        """``engine`` is None for a model that does not continue texts."""
+        """``engine`` is None for a model that does not continue texts, ``lens`` without layers.
+
+        ``lens`` is called on the thread of the embeddings, beside the engine: it must not change
+        the modules of the engine's model.
+        """
+        self.lens = lens
         self.served, self.engine, self.embedder = served, engine, embedder
         self.relay, self.settings = relay, settings
         self._embedding = 0
@@ -430,6 +453,7 @@ class App:
                 Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/lens", self._lens, methods=["POST"]),
                 Route("/tokenizer_info", self._tokenizer_info),
                 Route("/metrics", self._metrics),
             ],
@@ -483,6 +507,8 @@ class App:
             "generates": self.engine is not None,
             "fingerprint": served.fingerprint,
             "key": self.settings.key is not None,
+            "directions": {name: one.strength for name, one in served.directions.items()},
+            "lens": self.lens is not None,
         }
 
     async def _health(self, _: HttpRequest) -> Response:
@@ -560,6 +586,22 @@ class App:
     async def _embeddings(self, request: HttpRequest) -> Response:
         started = time.monotonic()
         call = await self._parsed(request, embedding_call)
+        loop, vectors = asyncio.get_running_loop(), []
+        with self._waiting():
+            for ids in call.inputs:
+                if await request.is_disconnected():
+                    return Response(status_code=CLIENT_LEFT)
+                vectors.append(
+                    await loop.run_in_executor(self.embedder.thread, self.embedder.embed, ids)
+                )
+        answer = call.response(vectors)
+        milliseconds = round(1e3 * (time.monotonic() - started), 1)
+        _print_line("/v1/embeddings", status=200, **answer["usage"], ms=milliseconds)
+        return json_response(answer)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context manager: a request for the thread of the embeddings, of which some may wait."""
         if self._embedding >= self.settings.embedding_queue:
             raise ApiError(
                 f"{self._embedding} requests for embeddings wait already.",
@@ -567,21 +609,21 @@ class App:
                 code="queue_full",
                 retry_after=1.0,
             )
-        loop, vectors = asyncio.get_running_loop(), []
         self._embedding += 1
         try:
-            for ids in call.inputs:
-                if await request.is_disconnected():
-                    return Response(status_code=CLIENT_LEFT)
-                vectors.append(
-                    await loop.run_in_executor(self.embedder.thread, self.embedder.embed, ids)
-                )
+            yield
         finally:
             self._embedding -= 1
-        answer = call.response(vectors)
-        milliseconds = round(1e3 * (time.monotonic() - started), 1)
-        _print_line("/v1/embeddings", status=200, **answer["usage"], ms=milliseconds)
-        return json_response(answer)
+
+    async def _lens(self, request: HttpRequest) -> Response:
+        call = await self._parsed(request, lens_call)
+        if self.lens is None:
+            raise ApiError(f"there is no lens for {self.served.name}: its layers hold no laws.")
+        with self._waiting():
+            read = partial(self.lens, call.ids, call.next, top=call.top)
+            loop = asyncio.get_running_loop()
+            laws = await loop.run_in_executor(self.embedder.thread, read)
+        return json_response(call.response(laws, self.served))
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         return json_response(await self._parsed(request, tokenize))

@@ -41,7 +41,7 @@ from fenchel.generation.attention_trace import TRACE_FIELDS, TraceSettings, trac
 from fenchel.generation.generate import prompt_ids
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling, choice_seed
 from fenchel.generation.scheduler import Request, Token, Update
-from fenchel.generation.steering import MOST_BIAS, Emphasis, Steering
+from fenchel.generation.steering import MOST_BIAS, Emphasis, Steering, head_choices
 from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
 from fenchel.model import ModelConfig
 
@@ -56,6 +56,7 @@ MOST_STRENGTH = 1e3
 DECODING_FIELDS = (
     *("draft", "past_context"),
     *("steer", "token_kl", "emphasise", "emphasis", "emphasis_layers"),
+    *("head_beta", "head_choice"),
 )
 """Fields of the field ``fenchel`` beside those of a trace."""
 """Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
@@ -99,6 +100,7 @@ TOKENIZE_FIELDS = (
     "return_token_strs",
 )
 DETOKENIZE_FIELDS = ("model", "tokens")
+LENS_FIELDS = ("model", "tokens", "next", "top")
 CHAT_FIELDS = ("messages", *_GENERATION, "max_completion_tokens", "top_logprobs")
 
 
@@ -727,14 +729,25 @@ def _steering(fields: _Fields, served: ServedModel) -> Steering | None:
         bias = 1.0 if bias is None else bias
         emphasis = Emphasis(texts=tuple(words), bias=bias, layers=chosen)
     budget = fields.number("token_kl", 1e-6, 1e6, "a number of nats above 0")
-    if not vectors and emphasis is None:
-        return None
-    steering = Steering(vectors, emphasis, budget)
     try:
+        heads = head_choices(
+            served.config,
+            _named(fields, "head_beta", (int, float), "numbers"),
+            _named(fields, "head_choice", (str,), "names of maps"),
+        )
+        steering = Steering(vectors, emphasis, budget, heads)
         steering.require(served.config)
     except ValueError as error:
         raise ApiError(str(error), param="fenchel") from None
-    return steering
+    return steering if vectors or steering.changes_attention else None
+
+
+def _named(fields: _Fields, name: str, kinds: tuple[type, ...], what: str) -> dict[str, Any]:
+    """An object of heads and values of these types; empty where the field is left out."""
+    value = fields.values.get(name, {})
+    if not isinstance(value, dict) or any(type(one) not in kinds for one in value.values()):
+        raise fields.wrong(name, f'an object of heads and {what}, as in {{"2.1": ...}}')
+    return value
 
 
 def _echo(tokenizer: TextTokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:
@@ -1145,6 +1158,42 @@ def detokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
     if ids:
         _require_vocabulary(ids, served, "tokens")
     return {"prompt": served.tokenizer.decode(ids, skip_special_tokens=False)}
+
+
+class LensCall(NamedTuple):
+    """A body of /lens: what the layers would write after these tokens."""
+
+    ids: list[int]
+    next: int | None
+    top: int
+
+    def response(self, laws: Iterable[Any], served: ServedModel) -> dict[str, Any]:
+        """The answer: the likeliest tokens of every layer, and the probability of ``next``."""
+        text = served.token_texts.text
+        rows = [
+            {
+                "layer": law.layer,
+                "top": [
+                    {"id": id, "token": text(id), "p": p}
+                    for id, p in zip(law.tokens, law.probabilities, strict=True)
+                ],
+                "p": law.next,
+            }
+            for law in laws
+        ]
+        return {"object": "lens", "model": served.name, "layers": rows}
+
+
+def lens_call(body: Mapping[str, Any], served: ServedModel) -> LensCall:
+    """The call of a body of /lens."""
+    fields = _Fields(body, LENS_FIELDS, "/lens")
+    fields.model(served)
+    ids = fields.required("tokens")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise fields.wrong("tokens", "a list of token ids")
+    _require_ids(ids, served, "tokens")
+    last = fields.integer("next", None, 0, served.config.vocabulary - 1)
+    return LensCall(ids, last, fields.integer("top", 5, 1, MOST_LOGPROBS) or 5)
 
 
 def tokenizer_info(served: ServedModel) -> dict[str, Any]:

@@ -22,8 +22,12 @@ const CONTROLS = [
 	{ name: "seed", label: "Seed", low: 0, high: 2 ** 31 - 1, step: 1, value: 0, number: true, about: "the same seed draws the same tokens" },
 ];
 
+// Directions by the names that the server has for them; 1 is the strength of the file.
+const DIRECTIONS = Object.entries(facts.directions ?? {}).map(([name, strength]) => ({ name, unit: strength || 1, label: `Direction ${name}`, low: -3, high: 3, step: 0.05, value: strength ? 1 : 0, about: "0 is none, below 0 the other way" }));
+const BUDGET = { name: "token_kl", label: "Budget per token", low: 0, high: 1, step: 0.01, value: 0, about: "nats from the unsteered model; 0 is no limit" };
+
 const state = { tokens: [], start: 0, choice: { layer: null, head: null }, pinned: null, pointed: null, messages: [], answer: null, request: null, frame: null };
-const controls = new Map();
+const controls = new Map(), sliders = new Map();
 let { ramp } = colours();
 
 // --- requests
@@ -74,6 +78,12 @@ function sampling() {
 	return values;
 }
 
+function steered() {
+	if (!DIRECTIONS.length) return {};
+	const budget = sliders.get("token_kl")();
+	return { steer: Object.fromEntries(DIRECTIONS.map(({ name, unit }) => [name, unit * sliders.get(name)()])), ...(budget ? { token_kl: budget } : {}) };
+}
+
 const stops = () => (mode() === "chat" ? facts.stops ?? [] : []);
 
 // Continues `ids`; the tokens of `known` stay as they are where the ids agree.
@@ -86,7 +96,7 @@ async function generate(ids, known, room) {
 	find("tokens").replaceChildren();
 	busy(true);
 	const body = {
-		...values, model: facts.model, prompt: ids, max_tokens: room ?? values.max_tokens, echo: true, stream: true, logprobs: ALTERNATIVES, return_token_ids: true, fenchel: traced(),
+		...values, model: facts.model, prompt: ids, max_tokens: room ?? values.max_tokens, echo: true, stream: true, logprobs: ALTERNATIVES, return_token_ids: true, fenchel: { ...traced(), ...steered() },
 		stop: chosen.filter((one) => typeof one === "string"), stop_token_ids: chosen.filter((one) => typeof one === "number"),
 	};
 	for (const name of ["stop", "stop_token_ids"]) if (!body[name].length) delete body[name];
@@ -215,12 +225,12 @@ function tell(sentence) {
 	shown.hidden = false;
 }
 
-function control({ name, label, low, high, step, value: usual, about, number }) {
+function control({ name, label, low, high, step, value: usual, about, number }, kept = controls) {
 	const value = clamp(facts.sampling?.[name] ?? usual, low, high); // the checkpoint's own where it has one
 	const input = node("input", { type: number ? "number" : "range", min: low, max: high, step, value, id: `sampling-${name}`, "aria-describedby": `about-${name}` });
 	const shown = node("output", {}, number ? "" : input.value);
 	input.addEventListener("input", () => (shown.textContent = number ? "" : input.value));
-	controls.set(name, () => clamp(Number(input.value) || 0, low, high));
+	kept.set(name, () => clamp(Number(input.value) || 0, low, high));
 	return box("control", node("label", { for: input.id }, label, " ", shown), input, node("small", { id: `about-${name}` }, about));
 }
 
@@ -349,7 +359,7 @@ function summary(at) {
 // --- the chosen token
 
 function inspect(at) {
-	const host = find("inspector"), shown = JSON.stringify([at, state.pinned, state.choice, state.tokens[at]?.id]);
+	const host = find("inspector"), shown = JSON.stringify([at, state.pinned, state.choice, state.tokens[at]?.id, Boolean(state.tokens[at]?.lens)]);
 	if (host.dataset.shown === shown) return; // a control in it keeps the focus
 	host.dataset.shown = shown;
 	const focused = host.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
@@ -367,6 +377,7 @@ function inspect(at) {
 	parts.push(numbers(token));
 	if (trace?.attention) parts.push(reading(token), layers(trace));
 	else parts.push(readers(at));
+	if (token.lens || (facts.lens && at && state.pinned === at && !recording)) parts.push(lens(at));
 	if (token.top.length && !recording) parts.push(alternatives(at));
 	host.replaceChildren(...parts);
 	if (focused) [...host.querySelectorAll("select, button")].find((control) => control.getAttribute("aria-label") === focused)?.focus();
@@ -459,6 +470,28 @@ function bracket({ lower, upper, certified }, most) {
 	return bar;
 }
 
+// What every layer would have written in the place of the token, and how likely it found the token.
+function lens(at) {
+	const token = state.tokens[at], host = node("section", { class: "by-layer" }, node("h3", {}, "What each layer would write"));
+	if (!token.lens) {
+		const note = node("p", { class: "note" }, "Reading the layers.");
+		host.append(note);
+		const ids = state.tokens.slice(0, at).map((one) => one.id);
+		post("/lens", { model: facts.model, tokens: ids, next: token.id, top: 1 })
+			.then(async (response) => {
+				token.lens = (await response.json()).layers;
+				if (state.tokens[at] === token) light();
+			})
+			.catch((error) => (note.textContent = error instanceof Refusal ? error.message : "the layers could not be read."));
+		return host;
+	}
+	const rows = token.lens.map(({ layer, top: [best], p }) => node("tr", {}, node("th", { scope: "row" }, String(layer)), node("td", {}, quoted(best.token)), node("td", { class: "value" }, best.p.toFixed(2)), node("td", {}, meter(p)), node("td", { class: "value" }, p.toFixed(2))));
+	const head = [["layer"], ["writes", 2], ["this token", 2]].map(([text, span]) => node("th", { scope: "col", colspan: span ?? 1 }, text));
+	const steers = DIRECTIONS.length ? " The lens reads the model without directions." : "";
+	host.append(node("table", { class: "layers" }, node("thead", {}, node("tr", {}, ...head)), node("tbody", {}, ...rows)), node("p", { class: "about" }, `The stream after a layer, read as if it were the last.${steers}`));
+	return host;
+}
+
 function alternatives(at) {
 	const token = state.tokens[at], list = node("ul", { class: "weights alternatives" });
 	for (const other of token.top) {
@@ -532,7 +565,11 @@ function modeChanged() {
 
 function listen() {
 	const form = find("form");
-	document.querySelector(".controls").append(...CONTROLS.map(control));
+	document.querySelector("#sampling .controls").append(...CONTROLS.map((one) => control(one)));
+	const steering = find("steering");
+	steering.hidden = !DIRECTIONS.length;
+	steering.querySelector(".controls").append(...(DIRECTIONS.length ? [...DIRECTIONS, BUDGET] : []).map((one) => control(one, sliders)));
+	steering.addEventListener("change", () => state.tokens.length && generate(state.tokens.slice(0, state.start).map((token) => token.id), []));
 	form.addEventListener("submit", (event) => {
 		event.preventDefault();
 		submit();

@@ -10,7 +10,9 @@ token, the same seed. A stream gives per token
     logprobs.content[i]  id, token, bytes, logprob, top_logprobs: [{id, token, bytes, logprob}]
     fenchel[i]           TokenTrace.as_json() (generation/attention_trace.py), of new tokens only
 
-and the positions read that light up are the numbers of the trace as they came.
+and the positions read that light up are the numbers of the trace as they came. For a token that
+is kept on the page, ``POST /lens`` gives the likeliest tokens of every layer at its place. A slider
+of a direction draws the text again, with the same seed.
 
 **Colours.** A token is shaded by its surprise -log p in nats, linear up to 8. While a token is
 pointed at, the shades are instead the square roots of the weights of the tokens that it read.
@@ -33,8 +35,9 @@ def page(nonce: str, facts: Mapping[str, Any]) -> str:
     ``facts`` are plain values about the server: model (its name), context, layers, heads,
     fingerprint, chat (whether there is a chat template), stops (ids and strings that end an answer
     of a chat), ends (ids that end a text), sampling (how the checkpoint draws), generates (False
-    for a model that gives embeddings only) and key (whether requests need one). All but the name
-    may be absent.
+    for a model that gives embeddings only), directions (strengths by name, each of which has a
+    slider), lens (whether /lens tells what each layer would write) and key (whether requests need
+    one). All but the name may be absent.
     """
     style = "".join(map(read_asset, STYLES)) + read_asset("page.css", __package__)
     script = "".join(map(read_asset, SCRIPTS)) + read_asset("page.js", __package__)

@@ -15,6 +15,13 @@ The first token of a text is left out: its stream is often a hundred times as lo
 
 one reverse pass, without texts that show what is meant. It has the length of the mean stream.
 
+**Singular directions.** The right singular vectors of
+
+    J = d (stream after block m at the positions of a text) / d (constant added after block l)
+
+are what the text is most sensitive to per unit length. They have no meaning that could be named: at
+equal KL they move a text no more towards anything than random directions do (docs/steer.md).
+
 **Files.** safetensors with a tensor ``direction.L`` (M,) per layer in float32, layers from 1, and
 in the metadata what it was made for: operation, site, width and a fingerprint of the weights in
 bfloat16, which is the same in whatever dtype the model is loaded.
@@ -29,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -38,10 +46,12 @@ from torch import Tensor, nn
 from fenchel.checkpoints.safetensors_header import read_header, system_errors
 from fenchel.files import open_regular, printable, require_output
 from fenchel.model import Transformer, evaluating
+from fenchel.sensitivity import jacobian, singular_values
 
 KIND = "steering direction"
 _FIXED = {"kind": KIND, "operation": "add", "site": "after block", "count_from": "1"}
 _LONGEST = 2000  # characters of a text in the metadata
+_SINGULAR = 1e-4  # error of a singular value, of the largest
 _NAME = re.compile(r"direction\.([1-9]\d{0,3})")
 
 
@@ -193,6 +203,61 @@ def word_direction(
         about=f"logits of {len(words)} word{'s' * (len(words) > 1)} pulled back to layer {layer}",
         weights=weights_fingerprint(model),
     )
+
+
+class SingularDirections(NamedTuple):
+    """Directions in the order of their singular values."""
+
+    directions: list[Direction]
+    values: list[float]
+    """|J v| of each per unit length, over all positions together."""
+
+
+def singular_directions(
+    model: Transformer,
+    ids: Sequence[int],
+    layers: tuple[int, int],
+    count: int = 1,
+    *,
+    generator: torch.Generator | None = None,
+) -> SingularDirections:
+    """What a text is most sensitive to between two layers; each has the length of the mean stream.
+
+    Signs are such that the largest number of a vector is positive.
+    """
+    first, last = layers
+    for layer in layers:
+        require_layer(model, layer)
+    if not first < last:
+        raise ValueError(f"layer {first} should come before layer {last}.")
+    ids_1T = torch.tensor([list(ids)], device=model.lm_head_weight.device)
+    like = model.lm_head_weight
+
+    def stream_after(v_M: Tensor) -> Tensor:
+        with after_block(model, first) as start, after_block(model, last) as end:
+            start.add = v_M
+            model(ids_1T, return_hidden=True)
+            return end.x[0, 1:]
+
+    with evaluating(model), torch.no_grad(), after_block(model, first) as stream:
+        model(ids_1T, return_hidden=True)
+        length = float(stream.x[0, 1:].float().norm(dim=-1).mean())
+    with evaluating(model):
+        J = jacobian(stream_after, torch.zeros(model.config.width).to(like))
+        found = singular_values(J, count, tol=_SINGULAR, generator=generator)
+    directions = []
+    assert isinstance(found.right, Tensor)
+    for number, v_M in enumerate(found.right.detach().float(), 1):
+        sign = v_M[v_M.abs().argmax()].sign()
+        directions.append(
+            Direction(
+                vectors={first: v_M * (sign * length)},
+                about=f"singular direction {number} of layers {first} to {last} on {len(ids)} "
+                f"tokens, after layer {first}",
+                weights=weights_fingerprint(model),
+            )
+        )
+    return SingularDirections(directions, found.values.tolist())
 
 
 def require_layer(model: Transformer, layer: int) -> None:

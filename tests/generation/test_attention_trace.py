@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "entmax": {"choice": "entmax", "positions": "learned"},
     "sparsemax": {"choice": "sparsemax", "positions": "alibi", "kv_heads": 2},
     "two maps": {"layer_choices": ("softmax", "sparsemax"), "beta": 2.0},
+    "alpha per head": {"choice": "entmax", "entmax_alpha_learned": True},
     "hard": {"choice": "hard", "positions": "learned"},
     "softcap": {"softcap": 2.0},
     "alibi": {"positions": "alibi", "windows": (4, 0)},
@@ -44,6 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True, "positions": "alibi", "kv_heads": 2},
     "sinks in a window": {"sinks": True, "windows": (4, 0), "choice": "entmax"},
     "l2": {"scores": "l2"},
+    "off by one": {"sinks": True, "sink_score": "zero"},
+    "temperature": {"temperature": "log", "windows": (4, 0)},
+    "shared keys": {
+        "layers": 4,
+        "windows": (4, 0),
+        "shared_kv_layers": 2,
+        "full_head_size": 12,
+    },
 }
 every_shape = pytest.mark.parametrize("name", SHAPES)
 EVERYTHING = TraceSettings(
@@ -81,9 +90,10 @@ def nats(p: np.ndarray) -> float:
     return float(-sum(x * math.log(x) for x in p if x > 0))
 
 
-def jacobian_norm(model: Transformer, layer: int, p: np.ndarray) -> float:
+def jacobian_norm(model: Transformer, layer: int, head: int, p: np.ndarray) -> float:
     """|J|_2 by the singular values of the Jacobian, column by column."""
     weights, choice = torch.tensor(p), model.attention(layer).choice
+    choice = choice.with_tensors([x[head, 0, 0].detach() for x in choice.tensors()])
     J = [choice.jacobian_product(weights, e) for e in torch.eye(len(p), dtype=torch.float64)]
     return float(torch.linalg.matrix_norm(torch.stack(J), 2))
 
@@ -102,7 +112,7 @@ def require_layer(model: Transformer, found: LayerTrace, p: np.ndarray, top: int
         assert head.keys == pytest.approx(math.exp(nats(row)), rel=1e-5)
         assert head.support == (count if sparse else None)
         require_read(head.read, row, sink, top)
-    norms = [jacobian_norm(model, found.layer, row) for row in p]
+    norms = [jacobian_norm(model, found.layer, head, row) for head, row in enumerate(p)]
     bounds = found.sensitivity
     assert bounds is not None
     assert bounds.certified

@@ -169,5 +169,5 @@ def test_a_changed_model_is_read_by_itself(lively: Build, prompts: Draw) -> None
     assert sum(calls) == 4 * len(model.blocks)
     other = lively(choice="entmax")
     mixed = lively()
-    mixed.blocks[0].attention.choice = other.blocks[0].attention.choice
+    mixed.blocks[0].attention.fixed_choice = other.blocks[0].attention.choice
     assert "chooses by Entmax" in str(why_not_cpu(mixed))

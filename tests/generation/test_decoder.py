@@ -24,9 +24,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "alibi windows": {"positions": "alibi", "windows": (4, 0)},
     "entmax": {"choice": "entmax", "windows": (0, 6)},
+    "alpha per head": {"choice": "entmax", "entmax_alpha_learned": True, "temperature": "log"},
     "buckets": {"positions": "buckets", "buckets": 8, "bucket_distance": 10},
     "sinks": {"sinks": True, "qk_norm": True},
     "gates": {"gate": "head", "windows": (4, 0)},
+    "sigmoid": {"choice": "sigmoid", "log_odds": -2.0},
+    "delta": {"delta_layers": (1, 0), "delta_key_width": 6, "delta_value_width": 5},
+    "temperature": {"temperature": "log", "sinks": True, "sink_score": "token"},
+    "shared keys": {"layers": 4, "windows": (4, 0), "shared_kv_layers": 2, "full_head_size": 12},
 }
 Event = tuple[str, int]
 EVENTS = st.lists(
@@ -109,7 +114,7 @@ def test_the_logits_of_a_sequence_are_those_of_the_model_on_it_alone(
 ) -> None:
     model = lively(**SHAPES[shape], context=CONTEXT).double()
     with torch.inference_mode():
-        decoder = Decoder(model, rows=3, invariant=invariant)
+        decoder = Decoder(model, rows=3, invariant=invariant and shape != "delta")
         for ids, logits in play(decoder, events):
             wanted = model(torch.tensor([ids]))[0, -1]
             torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
@@ -133,10 +138,12 @@ def test_every_kind_of_step_gives_those_logits(
             torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("step", ["model", "cpu"])
-def test_prompts_of_unequal_lengths_are_read_together(step: str, lively: Build) -> None:
+@pytest.mark.parametrize(
+    ("step", "shape"), [("model", "windows"), ("cpu", "windows"), ("model", "delta")]
+)
+def test_prompts_of_unequal_lengths_are_read_together(step: str, shape: str, lively: Build) -> None:
     """The model pads them on the right; without modules they are one after another."""
-    model = lively(windows=(5, 0), context=CONTEXT).double()
+    model = lively(**SHAPES[shape], context=CONTEXT).double()
     prompts = [ids_of(n, n, 31) for n in (12, 3, 20)]
     with torch.inference_mode():
         decoder = Decoder(model, rows=4, step=step, chunk=64)
@@ -239,7 +246,7 @@ def test_a_smaller_cache_holds_what_a_cache_of_one_row_holds(
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),
     [
-        *((shape, "model", torch.float32) for shape in SHAPES),
+        *((shape, "model", torch.float32) for shape in SHAPES if shape != "delta"),
         ("windows", "int8", torch.float32),
         ("windows", "model", torch.bfloat16),
     ],
@@ -350,6 +357,8 @@ def test_with_invariant_without_prefixes_and_after_damage_nothing_is_used_again(
         ("tape", {}, "one of auto, fused, graph, packed, cpu, model"),
         ("cpu", {"softcap": 3.0}, "softcap is 3.0"),
         ("packed", {"choice": "entmax"}, "choice is 'entmax'"),
+        ("cpu", {"choice": "sigmoid"}, "choice is 'sigmoid'"),
+        ("cpu", SHAPES["delta"], r"delta_layers is \(1, 0\)"),
     ],
 )
 def test_a_kind_that_cannot_serve_gets_one_sentence(
@@ -372,6 +381,7 @@ def test_what_cannot_be_recorded_is_named(lively: Build) -> None:
     assert "only a fused step" in why_not("graph", cache="int8")
     assert "not in float16" in why_not("fused", cache="float16")
     assert "on cpu" in why_not("fused")
+    assert "states of its gated DeltaNet" in why_not("graph", delta_layers=(1, 0))
     for positions in ("alibi", "buckets"):
         assert "bias of its positions" in why_not("graph", positions=positions)
     with pytest.raises(ValueError, match="experts compute"):

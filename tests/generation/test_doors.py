@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from fenchel.choice import Hard
 from fenchel.data import TextTokenizer
 from fenchel.generation import (
     Conversation,
     Decoder,
     Emphasis,
     GenerationSettings,
+    HeadChoice,
     Request,
     Sampling,
     Scheduler,
@@ -57,7 +59,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "entmax": {"model": {"choice": "entmax"}},
     "steered": {"steering": {}},
     "budget per token": {"steering": {"budget": 0.05}},
-    "emphasis": {"steering": {"vectors": {}, "emphasis": Emphasis(frozenset({1, 3}), 3.0, 0.5)}},
+    "emphasis": {"steering": {"vectors": {}, "emphasis": Emphasis(frozenset({1, 3}), 3.0)}},
+    "heads": {"steering": {"heads": {(1, 1): HeadChoice(0.5), (2, 2): HeadChoice(1.0, Hard())}}},
     "emphasis and invariant": {
         "invariant": True,
         "steering": {"emphasis": Emphasis(frozenset({1, 3}), 3.0, heads=frozenset({1}))},

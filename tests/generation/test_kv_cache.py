@@ -106,6 +106,21 @@ def test_a_window_returns_the_keys_that_its_queries_see(
         start += size
 
 
+def test_layers_that_share_keys_store_them_once(lively: Callable[..., Transformer]) -> None:
+    """In every kind of store; the copy of one byte is the one that its layers read."""
+    shared = {"layers": 4, "windows": (4, 0), "positions": "learned"}
+    model = lively(**shared, shared_kv_layers=2)
+    alone = KVCache(lively(**shared).config, batch=1, positions=16)
+    cache = KVCache(model.config, batch=1, positions=16)
+    assert alone.bytes == 2 * cache.bytes
+    assert cache.layers[2] is cache.layers[0]
+    ids = torch.arange(12)[None]
+    for kind, error in (("model", 1e-5), ("float16", 1e-2), ("int8", 0.2)):
+        cache = KVCache(model.config, batch=1, positions=16, kind=kind)
+        parts = [model(part, cache=cache) for part in ids.split([7, 1, 3, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=0, atol=error)
+
+
 def test_rows_have_lengths_of_their_own() -> None:
     config = plain(layers=2, windows=(3, 0), context=20)
     cache = KVCache(config, batch=3, positions=20, slack=0)

@@ -7,17 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import cvxpy
+import entmax
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fenchel.attention.spec import AttentionCall
+from fenchel.choice import Choice, Hard, Softmax, Sparsemax
 from fenchel.data import train_tokenizer
 from fenchel.generation import (
     Decoder,
     Emphasis,
     GenerationSettings,
+    HeadChoice,
     Sampling,
     Scheduler,
     Steering,
@@ -34,7 +37,7 @@ Build = Callable[..., Transformer]
 PROMPTS = ([3, 14, 15, 9, 2, 6], [5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1])
 NEW = [4, 11, 6, 20, 9]
 KINDS = ["model", "cpu", "packed", "graph", "fused"]
-GREEDY = Sampling(temperature=0.0)
+GREEDY, HARD = Sampling(temperature=0.0), Hard()
 
 
 def vectors(width: int, *layers: int, seed: int = 0, size: float = 2.0) -> dict[int, Tensor]:
@@ -54,32 +57,44 @@ def hooked(model: Transformer, steering: Steering | None, ids: list[int]) -> Ten
             add = v_M.to(model.embed.weight)
             hook = model.blocks[layer - 1].register_forward_hook(lambda *a, add=add: a[-1] + add)
             stack.callback(hook.remove)
-        emphasis = None if steering is None else steering.emphasis
-        override = None if emphasis is None else softmax_with(emphasis)
+        changed = steering is not None and steering.changes_attention
+        override = choosing_by(steering) if steering is not None and changed else None
         device = model.embed.weight.device
         z: Tensor = model(torch.tensor([ids], device=device), attention_override=override)[0, -1]
         return z
 
 
-def softmax_with(emphasis: Emphasis) -> Callable[[int, AttentionCall], Tensor | None]:
+def choosing_by(steering: Steering) -> Callable[[int, AttentionCall], Tensor | None]:
+    """Attention written out, with the maps of torch and of the package entmax."""
+
     def override(layer: int, call: AttentionCall) -> Tensor | None:
         q, k, v, spec = call
-        if emphasis.layers is not None and layer + 1 not in emphasis.layers:
-            return None
         (B, H, T, _), S = q.shape, k.shape[2]
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
         z = spec.scale_for(q.shape[-1]) * q @ k.mT
+        emphasis = steering.emphasis or Emphasis()
         for h in range(H):
-            if emphasis.heads is None or h + 1 in emphasis.heads:
-                z[:, h] *= emphasis.beta
+            z[:, h] *= steering.heads.get((layer + 1, h + 1), HeadChoice()).beta
+            layers, heads = emphasis.layers, emphasis.heads
+            if (layers is None or layer + 1 in layers) and (heads is None or h + 1 in heads):
                 for token in emphasis.tokens:
                     if token < T:
                         z[:, h, :, token + S - T] += emphasis.bias  # a sink stands before the keys
         assert spec.prior is not None
         z += spec.prior.log(T, S, B=B, H=H, device=z.device, dtype=z.dtype)
-        return z.softmax(-1) @ v
+        for h in range(H):
+            own = steering.heads.get((layer + 1, h + 1), HeadChoice()).choice
+            z[:, h] = MAPS[type(own or spec.choice)](z[:, h])
+        return z @ v
 
     return override
+
+
+MAPS: dict[type[Choice], Callable[[Tensor], Tensor]] = {
+    Softmax: lambda z: z.softmax(-1),
+    Sparsemax: lambda z: entmax.sparsemax(z, dim=-1),
+    Hard: lambda z: torch.nn.functional.one_hot(z.argmax(-1), z.shape[-1]).to(z),
+}
 
 
 @pytest.fixture
@@ -112,27 +127,54 @@ STEERED: dict[str, tuple[dict[str, Any], list[Steering | None]]] = {
         [
             Steering(emphasis=Emphasis(frozenset({1, 2}), 2.5, heads=frozenset({2, 3}))),
             None,
-            Steering(emphasis=Emphasis(frozenset({0}), -4.0, 0.3, layers=frozenset({2}))),
+            Steering(emphasis=Emphasis(frozenset({0}), -4.0, layers=frozenset({2}))),
         ],
+    ),
+    "heads": (
+        {},
+        [
+            Steering(heads={(1, 2): HeadChoice(0.3), (2, 4): HeadChoice(3.0, Sparsemax())}),
+            None,
+            Steering(
+                emphasis=Emphasis(frozenset({1}), 1.0, heads=frozenset({3})),
+                heads={(2, 1): HeadChoice(choice=Hard()), (2, 3): HeadChoice(choice=Sparsemax())},
+            ),
+        ],
+    ),
+    "heads of windows": (
+        {"windows": (3, 0)},
+        [Steering(heads={(1, 2): HeadChoice(2.0, Sparsemax())}), None, None],
     ),
     "sinks and gates": (
         {"sinks": True, "gate": "head", "windows": (5, 0)},
-        [Steering(emphasis=Emphasis(frozenset({1, 4}), 2.0, 0.7)), None, None],
+        [
+            Steering(emphasis=Emphasis(frozenset({1, 4}), 2.0), heads={(1, 1): HeadChoice(0.7)}),
+            None,
+            None,
+        ],
+    ),
+    "entmax": (
+        {"choice": "sparsemax"},
+        [
+            Steering(
+                heads={(n, h): HeadChoice(1.5, Softmax()) for n in (1, 2) for h in range(1, 5)}
+            ),
+            None,
+            Steering(heads={(1, 1): HeadChoice(0.0)}),
+        ],
     ),
     "both": (
         {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
         [Steering(vectors(32, 2), Emphasis(frozenset({3}), 3.0)), None, None],
     ),
 }
+SERVED = {"sinks and gates": ["model", "graph"], "entmax": ["model"]}
+"""The kinds that serve a case, where not all do."""
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [
-        (case, kind)
-        for case, (shape, _) in STEERED.items()
-        for kind in (["model", "graph"] if "gate" in shape else KINDS)  # others decline gates
-    ],
+    [(case, kind) for case in STEERED for kind in SERVED.get(case, KINDS)],
 )
 def test_every_row_has_the_logits_of_a_model_steered_by_hooks(
     case: str, kind: str, decoder_of: Callable[[str, dict[str, Any]], Decoder]
@@ -175,15 +217,18 @@ def test_a_prefix_is_never_shared_between_two_steerings(lively: Build) -> None:
     prompt = [n % 30 for n in range(1, 41)]
     first, other = Steering(vectors(32, 1)), Steering(vectors(32, 1, seed=1))
     emphasised = Steering(emphasis=Emphasis(frozenset({3}), 3.0))
+    warm, sparse = (Steering(heads={(1, 2): h}) for h in (HeadChoice(0.2), HeadChoice(1, HARD)))
     decoder = Decoder(model, rows=2)
     alike = Steering({1: first.vectors[1].clone()})
-    for steering in (first, None, other, first, emphasised, None, alike):
+    for steering in (first, None, other, first, emphasised, None, warm, sparse, warm, alike):
         settings = GenerationSettings(max_new_tokens=6, sampling=GREEDY, steering=steering)
         found = run(decoder, settings.request(prompt))
         assert found == run(settings.decoder(model), settings.request(prompt))
     assert decoder.reusable([*prompt, 1], alike) == len(prompt)
     assert decoder.reusable([*prompt, 1], emphasised) in (0, len(prompt))
     assert decoder.reusable([*prompt, 1], Steering(vectors(32, 2))) == 0
+    assert alike.key == first.key
+    assert len({one.key for one in (first, other, emphasised, warm, sparse, Steering())}) == 6
 
 
 def run_tokens(decoder: Decoder, *requests: Request) -> list[list[Token]]:
@@ -206,7 +251,8 @@ def run(decoder: Decoder, *requests: Request) -> list[list[int]]:
 def test_with_invariant_a_steered_request_changes_no_bit_of_31_others(lively: Build) -> None:
     model = lively(context=32)
     settings = GenerationSettings(max_new_tokens=4, sampling=GREEDY, invariant=True, logprobs=3)
-    steering = Steering(vectors(32, 1), Emphasis(frozenset({1}), 2.0))
+    heads = {(1, 1): HeadChoice(choice=HARD), (2, 2): HeadChoice(0.5)}
+    steering = Steering(vectors(32, 1), Emphasis(frozenset({1}), 2.0), heads=heads)
     requests = [settings.request([n % 31, n // 31, 9]) for n in range(32)]
 
     plain = run_tokens(settings.decoder(model, rows=32), *requests)
@@ -304,7 +350,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"budget": 0.0}, "budget of 0 nats per token should be above 0"),
     "head": ({"emphasis": Emphasis(heads=frozenset({7}))}, "no head 7; the model has 1 to 4"),
     "bias": ({"emphasis": Emphasis(bias=float("nan"))}, "bias of nan should be -20 to 20"),
-    "beta": ({"emphasis": Emphasis(beta=-1.0)}, "beta=-1 should be 0 to 100"),
+    "beta": ({"heads": {(1, 1): HeadChoice(-1.0)}}, "beta=-1 should be 0 to 100"),
+    "no head": ({"heads": {(2, 5): HeadChoice()}}, "no head 2.5; the model has heads 1 to 4"),
+    "tensor": ({"heads": {(1, 1): HeadChoice(1.0, Softmax(torch.ones(4, 1, 1)))}}, "has tensors"),
 }
 
 

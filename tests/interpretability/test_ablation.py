@@ -27,9 +27,9 @@ def test_another_map_in_a_layer_is_that_of_a_model_with_that_layer(to: str | Ent
     exact = {effect.site: effect.exact for effect in found.effects}
     for layer in (1, 2, 3):
         attention = model.blocks[layer - 1].attention
-        own, attention.choice = attention.choice, Entmax(1.5)
+        own, attention.fixed_choice = attention.fixed_choice, Entmax(1.5)
         assert exact[Site("attention", layer)] == pytest.approx(loss(model, ids) - base)
-        attention.choice = own
+        attention.fixed_choice = own
 
 
 def test_the_choice_of_a_uniform_head_is_that_of_its_prior() -> None:

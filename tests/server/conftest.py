@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from fenchel.checkpoints import load, save
 from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
 from fenchel.data import TextTokenizer, train_tokenizer
+from fenchel.interpretability import last_laws
+from fenchel.interpretability.hooked_model import separate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.app import App, Relay, Server, ServerSettings, address, listen
 from fenchel.server.embeddings import Embedder
@@ -137,9 +140,9 @@ def serving(
         most_choices=queue,
         most_traced=2,
     )
-    listener = listen("127.0.0.1", 0)
+    listener, laws = listen("127.0.0.1", 0), partial(last_laws, separate(model))
     server = Server(
-        App(served, engine, Embedder(model), relay, ServerSettings(**changes)), listener
+        App(served, engine, Embedder(model), relay, ServerSettings(**changes), laws), listener
     )
     engine.start()
     while not engine.ready:

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fenchel.cli import main
 from fenchel.data import ChatTemplate
 from fenchel.generation import Decoder
 from fenchel.generation.scheduler import Update
+from fenchel.model import Transformer
 from fenchel.server import app as app_module
 from fenchel.server.app import EventStream, Exchange
 from fenchel.server.openai_api import Reply, completion_call
@@ -321,6 +323,35 @@ def test_tokens_there_and_back(running: RunningServer) -> None:
     _, info, _ = ask(running, "/tokenizer_info")
     body = {"prompt": info["eos_token"], "add_special_tokens": False}
     assert ask(running, "/tokenize", body)[1]["tokens"] == [tokenizer.token_to_id(STOP)]
+
+
+@torch.no_grad()
+def test_a_lens_has_the_law_of_every_layer(running: RunningServer, chat_directory: Path) -> None:
+    """The stream after layer 1 is that of a model of one layer, read by the same norm and head."""
+    _, whole, _ = ask(running, "/tokenize", {"prompt": "The sea is"})
+    ids, model = whole["tokens"], load(chat_directory).model
+    status, answer, _ = ask(running, "/lens", {"tokens": ids, "next": 9, "top": 3})
+    assert status == 200
+    assert [row["layer"] for row in answer["layers"]] == [1, 2]
+    shallow = Transformer(replace(model.config, layers=1))
+    shallow.load_state_dict({name: model.state_dict()[name] for name in shallow.state_dict()})
+    for row, one in zip(answer["layers"], (shallow, model), strict=True):
+        law = one.eval()(torch.tensor([ids]))[0, -1].softmax(-1)
+        best = law.topk(3)
+        assert [top["id"] for top in row["top"]] == best.indices.tolist()
+        assert [top["p"] for top in row["top"]] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert row["p"] == pytest.approx(float(law[9]), abs=1e-5)
+        assert row["top"][0]["token"] == running.served.token_texts.text(row["top"][0]["id"])
+    for body, sentence in (
+        ({}, "tokens is missing"),
+        ({"tokens": ["a"]}, "a list of token ids"),
+        ({"tokens": []}, "the model reads 1 to"),
+        ({"tokens": [1], "next": 10**6}, "next should be a whole number"),
+        ({"tokens": [1], "top": 0}, "top should be a whole number from 1"),
+    ):
+        status, refused, _ = ask(running, "/lens", body)
+        assert status == 400
+        assert sentence in refused["error"]["message"]
 
 
 def test_a_control_token_of_a_message_is_text(running: RunningServer) -> None:

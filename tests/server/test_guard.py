@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("make", [lessons, served])
 def ask(
     make: Make,
     *more: tuple[str, str],
-    path: str = "/lessons/l07_softmax/",
+    path: str = "/lessons/softmax/",
     query: str = "",
     kind: str = "http",
     credentials: bool = True,
@@ -167,7 +167,7 @@ def test_the_address_with_the_token_is_exchanged_for_a_cookie() -> None:
     given = {"query": f"token={TOKEN}", "credentials": False}
     status, headers = ask(lessons, ("host", OWN), **given)  # type: ignore[arg-type]
     assert status == 303
-    assert headers["location"] == "/lessons/l07_softmax/"
+    assert headers["location"] == "/lessons/softmax/"
     assert headers["set-cookie"].startswith(COOKIE)
     assert "HttpOnly" in headers["set-cookie"]
     assert "samesite=strict" in headers["set-cookie"].lower()

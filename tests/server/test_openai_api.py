@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fenchel.choice import Hard
 from fenchel.data import ChatTemplate, train_tokenizer
+from fenchel.generation import HeadChoice
 from fenchel.generation.scheduler import Token, Update
 from fenchel.model import ModelConfig
 from fenchel.server.openai_api import (
@@ -250,6 +252,15 @@ def test_words_are_emphasised_where_they_stand(served: ServedModel) -> None:
     assert "京" in served.tokenizer.decode([request.prompt[i] for i in marked])
 
 
+def test_heads_choose_as_a_request_says(served: ServedModel) -> None:
+    field = {"head_beta": {"1": 0.5, "1.2": 2}, "head_choice": {"1.1": "hard"}, "token_kl": 0.1}
+    (request,) = completion_call({"prompt": "the sea", "fenchel": field}, served).requests
+    assert request.steering is not None
+    assert (request.steering.budget, request.steering.vectors) == (0.1, {})
+    assert request.steering.heads[1, 1] == HeadChoice(0.5, Hard())
+    assert request.steering.heads[1, 2] == HeadChoice(2)
+
+
 @pytest.mark.parametrize(
     ("field", "sentence"),
     [
@@ -263,6 +274,12 @@ def test_words_are_emphasised_where_they_stand(served: ServedModel) -> None:
         ({"emphasise": ["the"], "emphasis_layers": [7]}, "there is no layer 7"),
         ({"emphasise": ["the"], "emphasis_layers": ["1"]}, "a list of layers"),
         ({"emphasise": ["the"], "token_kl": 0}, "a number of nats above 0"),
+        ({"head_beta": {"1.1": "2"}}, "an object of heads and numbers"),
+        ({"head_beta": {"1.1": True}}, "an object of heads and numbers"),
+        ({"head_beta": {"1.1": 1e9}}, "should be 0 to 100"),
+        ({"head_beta": {"9.1": 1.0}}, "there is no head 9.1"),
+        ({"head_choice": ["hard"]}, "an object of heads and names of maps"),
+        ({"head_choice": {"all": "softest"}}, "no choice map 'softest'"),
     ],
 )
 def test_steering_that_cannot_be_is_refused(

@@ -44,6 +44,8 @@ FACTS = {
     "ends": [19],
     "sampling": {"temperature": 0.62, "top_k": 20, "repetition_penalty": 5},
     "fingerprint": "0123456789ab",
+    "directions": {"kind": 0.5},
+    "lens": True,
 }
 PROMPT = ("To", " the", " Congress")
 SHELL = "🐚".encode()
@@ -113,6 +115,7 @@ class Canned:
             Route("/", self.index),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/lens", self.lens, methods=["POST"]),
         ]
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -141,6 +144,12 @@ class Canned:
             return JSONResponse({"error": error}, 400)
         self.kind = body.get("prompt")
         return JSONResponse({"tokens": [10, 11, 12]})
+
+    async def lens(self, request: Request) -> Response:
+        self.bodies.append(await request.json())
+        best = {"id": 7, "token": HOSTILE, "p": 0.5}
+        rows = [{"layer": n, "top": [best], "p": 0.25 * n} for n in (1, 2, 3)]
+        return JSONResponse({"layers": rows})
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()
@@ -278,12 +287,14 @@ def test_tokens_appear_as_text_in_silence_and_nothing_leaves_the_origin(
     assert browser.find("h1").text == FACTS["model"]
     pieces(browser)[4].click()
     assert browser.find("#inspector h2").text == HOSTILE.replace(" ", "·")
+    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.console() == []
     assert browser.requests() == [
         server.address,
         f"{server.address}tokenize",
         f"{server.address}v1/completions",
+        f"{server.address}lens",
     ]
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(251, 250, 246)", "dark": "rgb(20, 23, 26)"}[scheme]
@@ -303,7 +314,7 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
     assert weights(browser) == expected(read(7, 10))
     browser.find("select[aria-label=Head] option[value='1']").click()
     assert weights(browser) == expected(read(7, 12))
-    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".layers tbody tr")
+    rows = browser.driver.find_elements(By.CSS_SELECTOR, ":not(.by-layer) > .layers tbody tr")
     assert [row.text.split() for row in rows] == [
         [str(layer + 1), f"{math.exp(0.5 + layer):.3g}", "≤", "0.251"] for layer in range(3)
     ]
@@ -380,6 +391,53 @@ def test_surprise_is_the_shade_of_a_token(browser: Browser, server: Canned) -> N
         low = min(int(place), len(ends) - 2)
         blend = [a + (b - a) * (place - low) for a, b in zip(ends[low], ends[low + 1], strict=True)]
         assert [int(n) for n in re.findall(r"\d+", colour)] == pytest.approx(blend, abs=0.51)
+
+
+@needs_browser
+def test_a_kept_token_shows_what_each_layer_would_write(browser: Browser, server: Canned) -> None:
+    generate(browser, server)
+    hover(browser, 5)
+    assert not browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer")  # only once it is kept
+    pieces(browser)[5].click()
+    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
+    assert server.bodies[-1] == {
+        "model": FACTS["model"],
+        "tokens": [10, 11, 12, 13, 14],
+        "next": 15,
+        "top": 1,
+    }
+    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr")
+    assert [row.text.split()[0] for row in rows] == ["1", "2", "3"]
+    assert [row.text.split()[-1] for row in rows] == ["0.25", "0.50", "0.75"]
+    assert HOSTILE.replace(" ", "·") in rows[0].text
+    assert browser.console() == []
+
+
+@needs_browser
+def test_a_slider_of_a_direction_draws_the_text_again(browser: Browser, server: Canned) -> None:
+    generate(browser, server)
+    assert server.bodies[-1]["fenchel"]["steer"] == {"kind": 0.5}
+    assert "token_kl" not in server.bodies[-1]["fenchel"]
+    first = server.bodies[-1]
+    move = (
+        "const slider = document.getElementById(`sampling-${arguments[0]}`);"
+        "slider.value = arguments[1]; for (const name of ['input', 'change'])"
+        " slider.dispatchEvent(new Event(name, { bubbles: true }));"
+    )
+    browser.run(move, "kind", "0.95")
+    browser.until(lambda: len(server.bodies) == 3)
+    steer = server.bodies[-1]["fenchel"]["steer"]["kind"]
+    assert steer == pytest.approx(0.5 * 0.95)
+
+    def drawn_again() -> bool:
+        """The page draws again once the text before is complete: the slider moves until then."""
+        browser.run(move, "token_kl", "0.01")
+        return len(server.bodies) > 3
+
+    browser.until(drawn_again)
+    assert server.bodies[-1]["fenchel"]["token_kl"] == 0.01
+    for name in ("prompt", "seed", "max_tokens"):
+        assert server.bodies[-1][name] == first[name]
 
 
 @needs_browser

@@ -1,11 +1,11 @@
 """fenchel/steering/direction.py and ``Transformer.steered``: a direction is a bias of a block."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -13,7 +13,13 @@ import fenchel
 from fenchel.generation import GenerationSettings, Sampling, Scheduler, generate
 from fenchel.generation.cpu_step import why_not_packed
 from fenchel.model import ModelConfig, Transformer
-from fenchel.steering import Direction, difference_of_means, divergence, word_direction
+from fenchel.steering import (
+    Direction,
+    difference_of_means,
+    divergence,
+    singular_directions,
+    word_direction,
+)
 from fenchel.steering.direction import after_block
 from fenchel.steering.strength import log_laws
 
@@ -179,6 +185,34 @@ def test_a_direction_of_words_is_the_gradient_of_their_logits() -> None:
     assert gain(1e-3 * found.double()) > gain(torch.zeros(M, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "entmax"])
+def test_singular_directions_are_those_of_the_dense_derivative(shape: str) -> None:
+    model, first, last = build(shape, torch.float64, initial="xavier"), 1, 3
+
+    def after(v_M: Tensor) -> Tensor:
+        found = list[Tensor]()
+        with after_block(model, first) as stream:
+            stream.add = v_M
+            hook = model.blocks[last - 1].register_forward_hook(lambda *a: found.append(a[-1]))
+            model(IDS)
+            hook.remove()
+        return found[0][0, 1:].flatten()
+
+    J = torch.autograd.functional.jacobian(after, torch.zeros(M, dtype=torch.float64))
+    _, values, right = torch.linalg.svd(J)
+    draw = torch.Generator().manual_seed(0)
+    found = singular_directions(model, IDS[0].tolist(), (first, last), 3, generator=draw)
+    assert found.values == pytest.approx(values[:3].tolist(), rel=1e-4)
+    for direction, wanted in zip(found.directions, right, strict=False):
+        v = direction.vectors[first].double()
+        cosine = torch.nn.functional.cosine_similarity(v, wanted, dim=0)
+        assert abs(float(cosine)) == pytest.approx(1.0, abs=1e-4)
+        assert float(v[v.abs().argmax()]) > 0.0
+    for layers in ((2, 2), (3, 1)):
+        with pytest.raises(ValueError, match="should come before"):
+            singular_directions(model, [1, 2], layers)
+
+
 def test_a_file_holds_the_direction_of_its_model_in_any_dtype(tmp_path: Path) -> None:
     model = build()
     made = difference_of_means(model, [[5, 9, 31]], [[2, 44]], layer=2).at(-1.25)
@@ -258,12 +292,22 @@ def test_a_file_of_another_model_or_form_is_refused(
         Direction.load(path, model)
 
 
-def test_a_steered_model_is_saved_where_its_family_has_the_bias(tmp_path: Path) -> None:
-    save: Callable[..., Any] = fenchel.save
-    steered = build("gpt2").steered({1: vector(1)})
-    save(steered, None, tmp_path / "gpt2")
-    read = fenchel.checkpoints.load_model(tmp_path / "gpt2")
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_steered_model_is_saved_with_the_direction_as_a_bias(shape: str, tmp_path: Path) -> None:
+    """Llama has none unless its config says so; those of the other maps are then zero."""
+    steered = build(shape).steered({1: vector(1)})
+    fenchel.save(steered, None, tmp_path / shape)
+    read = fenchel.checkpoints.load_model(tmp_path / shape)
     torch.testing.assert_close(read(IDS), steered(IDS))
-    with pytest.raises(ValueError, match=r"steered and \w+ has no blocks.0.mlp.down.bias"):
-        save(build().steered({1: vector(1)}), None, tmp_path / "llama")
-    assert not (tmp_path / "llama").exists()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / shape).eval()
+    assert theirs.config.model_type == shape
+    torch.testing.assert_close(theirs(IDS).logits, steered(IDS), rtol=0, atol=2e-5)
+
+
+def test_a_family_without_biases_cannot_hold_a_direction(tmp_path: Path) -> None:
+    model = build(qk_norm=True)
+    fenchel.save(model, None, tmp_path / "plain")
+    with pytest.raises(ValueError, match="a direction is saved as a bias, and no Hugging Face"):
+        fenchel.save(model.steered({1: vector(1)}), None, tmp_path / "steered")
+    assert not (tmp_path / "steered").exists()
