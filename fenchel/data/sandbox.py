@@ -13,25 +13,26 @@ read and used in a child process that ends when its time or memory is spent.
                                                   ...
 
 Time is processor time, so that a busy machine changes no answer; a rendering, which takes a
-millisecond, has a limit of the clock too. The child is this file, run as a script: it imports
-``tokenizers`` or ``jinja2`` and nothing of fenchel, so that it starts quickly and is small. It ends
-with the object it serves or with the parent, whichever is first, and a request after a child has
-died starts another.
+millisecond, has a limit of the clock too. Where the system has no such limits (Windows), all limits
+are of the clock and memory is not bounded. The child is this file, run as a script: it imports
+``tokenizers`` or ``jinja2`` and of fenchel only ``operating_system``, so that it starts quickly and
+is small. It ends with the object it serves or with the parent, whichever is first, and a request
+after a child has died starts another.
 """
 
 import json
-import math
 import os
-import resource
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn
+
+from fenchel.operating_system import SYSTEM
 
 SECONDS = 2.0
 """Processor time to read a tokenizer, and to encode any text."""
@@ -45,6 +46,11 @@ RENDER_MEMORY = 2**28
 """Bytes of address space of a child that renders."""
 RENDER_CHARACTERS = 2**22
 """The most characters of a rendered conversation."""
+_ROOT = str(Path(__file__).parents[2])
+_CHILD = (  # the fenchel of the parent, which -I would not find in a source tree
+    "import sys, runpy; sys.path.insert(0, sys.argv[1]); "
+    "runpy.run_path(sys.argv[2], run_name='__main__')"
+)
 _START_SECONDS = 60.0  # of the clock, to import jinja2 on a busy machine
 
 Service = Callable[[str], Callable[[str], Any]]
@@ -66,7 +72,7 @@ class BoundedProcess:
     ) -> None:
         """``setup`` is the first request; ``clock`` limits the time of the others by the clock."""
         self._arguments = [service, str(seconds), str(memory)]
-        self._setup, self._clock = setup.encode(), clock
+        self._setup, self._seconds, self._clock = setup.encode(), seconds, clock
         self._pipe: Connection | None = None
         self._lock = Lock()
 
@@ -91,24 +97,19 @@ class BoundedProcess:
                 raise
 
     def _start(self) -> None:
-        pipe, theirs = Pipe()
-        child = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(theirs.fileno()), *self._arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the lines of a Rust panic
+        child, pipe = SYSTEM.start_child(
+            [sys.executable, "-I", "-c", _CHILD, _ROOT, __file__, *self._arguments],
             # The archive of locales would take most of the address space.
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "LC_ALL": "C"},
-            start_new_session=True,  # Ctrl-C is for the parent
+            {**os.environ, "TOKENIZERS_PARALLELISM": "false", "LC_ALL": "C"},
         )
-        theirs.close()
         self._pipe = pipe
         self._finalizer = weakref.finalize(self, _end_child, child, pipe)
 
     def _exchange(self, request: bytes, clock: float | None) -> dict[str, Any]:
         assert self._pipe is not None
         self._pipe.send_bytes(request)
+        if clock is None and not SYSTEM.limits_children:
+            clock = self._seconds + len(request) / BYTES_PER_SECOND
         if not self._pipe.poll(clock):
             raise EOFError
         answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
@@ -197,7 +198,7 @@ class RenderingProcess:
 
 def _serve(pipe: Connection, service: Service, seconds: float, memory: int) -> None:
     """The child: set up a service, then answer what arrives, each within its allowance."""
-    _limit(resource.RLIMIT_AS, memory)
+    SYSTEM.limit_memory(memory)
     action: Callable[[str], Any] | None = None
 
     def begin(setup: str) -> None:
@@ -213,18 +214,8 @@ def _serve(pipe: Connection, service: Service, seconds: float, memory: int) -> N
         pipe.send_bytes(json.dumps(answer).encode())
 
 
-def _limit(kind: int, amount: int) -> None:
-    """Limit a resource of this process, within the limit that it was started with."""
-    hard = resource.getrlimit(kind)[1]
-    soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-    with suppress(ValueError, OSError):  # macOS has no limit of address space
-        resource.setrlimit(kind, (soft, hard))
-
-
 def _answer(action: Callable[[str], Any], request: bytes, seconds: float) -> dict[str, Any]:
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    limit = math.ceil(used + seconds + len(request) / BYTES_PER_SECOND)
-    _limit(resource.RLIMIT_CPU, limit)
+    SYSTEM.limit_time(seconds + len(request) / BYTES_PER_SECOND)
     try:
         return {"value": action(request.decode())}
     except (KeyboardInterrupt, SystemExit):
@@ -348,9 +339,10 @@ def _template_service(setup: str) -> Callable[[str], Any]:
 
 
 if __name__ == "__main__":
+    _name, _seconds, _memory, _pipe = sys.argv[-4:]
     _serve(
-        Connection(int(sys.argv[1])),
-        {"tokenizer": _tokenizer_service, "template": _template_service}[sys.argv[2]],
-        float(sys.argv[3]),
-        int(sys.argv[4]),
+        SYSTEM.pipe_of_child(_pipe),
+        {"tokenizer": _tokenizer_service, "template": _template_service}[_name],
+        float(_seconds),
+        int(_memory),
     )

@@ -55,7 +55,8 @@ def save(
     """Commit one checkpoint together; NoSpace or StorageFailed on every rank, with nothing left."""
     world, weights = owners.world, owners.owned_tensors
     if world.size == 1:
-        run_checkpoint.save(checkpoints, progress, weights, owners.optimiser, settings)
+        state = owners.optimiser.state_dict()
+        run_checkpoint.save(checkpoints, progress, weights, state, settings)
         return
     tensors, rest = run_checkpoint.flatten(owners.optimiser.state_dict())
     own = run_checkpoint.tensor_bytes(weights) + run_checkpoint.tensor_bytes(tensors)
@@ -182,8 +183,10 @@ class DistributedLoop(Loop):
         return size
 
     def _commit(self) -> None:
+        """Write the checkpoint of this step before the next one: all ranks agree on its files."""
         save(self.run.checkpoints, self.progress, self.stepper.owners, self.settings)
+        self._committed(self.progress)
 
-    def _rotate(self) -> None:
+    def _rotate(self, best_step: int | None) -> None:
         if self.stepper.world.first:
-            super()._rotate()
+            super()._rotate(best_step)

@@ -293,6 +293,8 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
     >>> saved_per_position(ModelConfig(vocabulary=96, width=64, heads=4), a=4)
     5656
     """
+    if config.has_delta:
+        raise ValueError("there is no formula of memory for layers of gated DeltaNet; set none.")
     M, H, G, D = config.width, config.heads, config.groups, config.head_width
     half = a < 4
     inputs = 1 + (2 if config.gated and half else 1)
@@ -312,6 +314,10 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
         saved += 8 * M
     if config.dropout:
         saved += 2 * a * M
+    if config.value_norm:
+        saved += 4 * G if half else a * G * D + 4 * G
+    if P := config.per_layer_width:  # a norm behind a gated map of P entries
+        saved += 8 * M + 8 + 5 * a * P + (a * (M + 4 * P) if half else 0)
     if config.gate_width:
         kept = config.gate_width * (2 if config.gate_activation == "softplus" else 1)
         saved += a * (H * D + kept + (M if half else 0))
@@ -523,7 +529,8 @@ def _memory(
 ) -> dict[str, float]:
     """Bytes per rank by category, without the loss."""
     M, L, once = model.width, model.layers, layout.recompute
-    A = saved_per_position(model, a)
+    model = max(map(model.at_layer, range(L)), key=lambda layer: saved_per_position(layer, a))
+    A = saved_per_position(model, a)  # where layers differ, that of the widest
     temporaries = 3 * a * model.mlp_width + 8 * M
     largest = max(_padded([block], D) for block in sizes.blocks) * D
     matrices = sum(prod(sizes.shapes[name]) for name in sizes.matrices)
@@ -650,6 +657,8 @@ def simulate(
     """
     if model.experts:
         raise ValueError("experts are chosen by values, which a simulation does not have.")
+    if model.entmax_alpha_learned:
+        raise ValueError("learned exponents of entmax need values, which a simulation has not.")
     alpha = ModelConfig.entmax_alpha
     model = replace(model, choice="softmax", layer_choices=(), entmax_alpha=alpha)
     began = time.perf_counter()

@@ -48,6 +48,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
+from fenchel.operating_system import SYSTEM
+
 T = TypeVar("T")
 _POLL = 0.05
 """Seconds between two reads of the store."""
@@ -261,6 +263,8 @@ def launch(processes: int, words: list[str]) -> int:
     forty lines to the sentence of a process that fails, and ends with 1 whatever its exit code.
     A signal, which the processes receive too, raises KeyboardInterrupt once they have ended.
     """
+    if not SYSTEM.trains_in_parallel:
+        raise ValueError("several processes train on Linux and macOS only; leave out --processes.")
     logging.disable(logging.CRITICAL)  # in this process, which does nothing else
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of libraries that train.threads does not reach
     try:

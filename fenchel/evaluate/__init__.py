@@ -18,6 +18,7 @@ from fenchel.evaluate.calibration import (
 )
 from fenchel.evaluate.compare import Evaluation, compare, fingerprint
 from fenchel.evaluate.diagnostics import PITFALLS, Pitfall, pitfalls
+from fenchel.evaluate.divergence import document_kl
 from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.score import (
     ChoiceScore,
@@ -56,6 +57,7 @@ __all__ = [
     "common_text",
     "compare",
     "confidence",
+    "document_kl",
     "evaluate_text",
     "fingerprint",
     "fit_temperature",

@@ -67,6 +67,7 @@ from fenchel.evaluate.score import document_predictions, predictions
 from fenchel.files import Damaged, Notice, read_sealed_json, write_sealed_json
 from fenchel.generation.attention_trace import TokenCalibration
 from fenchel.model import Transformer, evaluating
+from fenchel.torch_internals import to_float64
 
 BINS = 15
 
@@ -138,7 +139,7 @@ def reliability(
             "reliability needs one confidence and one hit per prediction, (N,) each with N at "
             f"least 1, got {tuple(confidence_N.shape)} and {tuple(hit_N.shape)}."
         )
-    c, h = confidence_N.double(), hit_N.double()
+    c, h = to_float64(confidence_N), to_float64(hit_N)
     if not bool(((c >= 0.0) & (c <= 1.0 + 1e-6)).all()):  # rounding may exceed 1
         raise ValueError("a confidence is a probability, from 0 to 1.")
     edges = _edges(c, bins, by)
@@ -177,7 +178,8 @@ def summarise(measured: Outcomes, *, bins: int = BINS) -> Calibration:
     table = reliability(measured.confidence, measured.hit, bins=bins)
     mass = reliability(measured.confidence, measured.hit, bins=bins, by="mass")
     names = ("loss", "brier", "hit", "confidence")
-    loss, brier, accuracy, confidence = (float(getattr(measured, x).double().mean()) for x in names)
+    means = (float(to_float64(getattr(measured, name)).mean()) for name in names)
+    loss, brier, accuracy, confidence = means
     return Calibration(
         predictions=len(measured.hit),
         loss=loss,
@@ -248,9 +250,9 @@ def fit_temperature(
             "a temperature cannot correct an impossible target (logit -inf) or a certain class "
             "(logit inf); leave out the rows with such logits."
         )
-    ahead = (logits_NV.amax(-1).double() - truth_N.double()).sum()
+    ahead = (to_float64(logits_NV.amax(-1)) - to_float64(truth_N)).sum()
     if ahead == 0.0:  # f'(inf) = 0: the target has the largest logit in every row
-        ties = (logits_NV == truth_N[:, None]).sum(-1).double()
+        ties = to_float64((logits_NV == truth_N[:, None]).sum(-1))
         return TemperatureFit(0.0, float(ties.log().mean()), 0)
     loss, slope, curvature = _loss(logits_NV, targets_N, 0.0)
     if slope >= 0.0:
@@ -289,7 +291,8 @@ def _relative_logits(logits_NV: Tensor, targets_N: Tensor) -> Iterator[Tensor]:
     """d in float64, in blocks of rows."""
     rows = max(1, _BLOCK // logits_NV.shape[1])
     for z, y in zip(torch.split(logits_NV, rows), torch.split(targets_N, rows), strict=True):
-        yield z.double() - z.double().gather(-1, y[:, None])
+        wide = to_float64(z)
+        yield wide - wide.gather(-1, y[:, None].to(wide.device))
 
 
 FIT_LOGITS = 1 << 26

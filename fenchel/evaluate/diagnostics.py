@@ -26,6 +26,7 @@ from fenchel.attention import attend, entropy, scale_warning
 from fenchel.evaluate.attention import attention_calls
 from fenchel.model import Transformer
 from fenchel.model.initialisation import post_norm_trouble
+from fenchel.torch_internals import to_float64
 
 LOW_ENTROPY = 0.05
 """Nats; a row of 8 or more open keys has 2.08 if it is uniform."""
@@ -91,7 +92,7 @@ def collapsed_layers(model: Transformer, ids_BT: Tensor) -> list[str]:
     """A sentence per layer in which most heads have an entropy near 0."""
     sentences = []
     for layer, per_head in _per_head(model, ids_BT, lambda p, _: entropy(p)):
-        share = (per_head < LOW_ENTROPY).double().mean().item()
+        share = to_float64(per_head < LOW_ENTROPY).mean().item()
         if share >= MOST:
             sentences.append(
                 f"layer {layer}: {share:.0%} of the heads have less than {LOW_ENTROPY} nats of "
@@ -129,7 +130,7 @@ def unequal_embeddings(model: Transformer, ids_BT: Tensor) -> list[str]:  # noqa
     products[torch.arange(len(some), device=table.device), some] = -torch.inf
     cosines = products / length.clamp_min(torch.finfo(torch.float32).tiny)
     by_product, by_cosine = (
-        longest[near.argmax(-1)].double().mean().item() for near in (products, cosines)
+        to_float64(longest[near.argmax(-1)]).mean().item() for near in (products, cosines)
     )
     if by_product < LENGTH_DECIDES or by_cosine >= LENGTH_DECIDES:
         return []
@@ -148,10 +149,10 @@ def _per_head(
     """
     for layer, call in enumerate(attention_calls(model, ids_BT)):
         p, u = (
-            attend(q, call.k, call.v, **call.spec, return_weights=True)[1].double()
+            to_float64(attend(q, call.k, call.v, **call.spec, return_weights=True)[1])
             for q in (call.q, torch.zeros_like(call.q))
         )
-        rows = ((u > 0).sum(-1) >= FEW_KEYS).double()
+        rows = to_float64((u > 0).sum(-1) >= FEW_KEYS)
         if rows.any():
             yield layer, (measure(p, u) * rows).sum((0, 2)) / rows.sum((0, 2))
 

@@ -218,7 +218,7 @@ def score_choice(
             p_N == 0,
             -p_N.log(),
         )
-        values = torch.stack([m.sum(dtype=torch.float64).cpu() for m in measures]).tolist()
+        values = torch.stack([_sum(m) for m in measures]).tolist()
         blocks.append((number, len(targets_N), values))
     sums, count = torch.zeros(5, dtype=torch.float64), 0
     for _, targets, values in _in_order(blocks, shared):
@@ -244,7 +244,14 @@ def _in_order(blocks: list[Block], shared: Sharing | None) -> list[Block]:
 def _loss_sum(logits_NV: Tensor, targets_N: Tensor) -> float:
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
-    return float(losses_N.sum(dtype=torch.float64))
+    return float(_sum(losses_N))
+
+
+def _sum(x_N: Tensor) -> Tensor:
+    """The sum in float64, on the CPU."""
+    if x_N.device.type == "mps":  # which has no float64
+        x_N = x_N.cpu()
+    return x_N.sum(dtype=torch.float64).cpu()
 
 
 def _number(loss: float) -> float:

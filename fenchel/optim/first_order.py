@@ -27,7 +27,7 @@ torch divides by |g| + 1e-6, so a gradient of 0 stays 0 and the clipped norm is 
 When |g| is inf or nan no factor would help, and the product would spread the nan: the gradients
 stay as they are, so that fenchel/train/step.py can name the parameter at fault.
 
-Lessons: l02_gradient_flow and l16_optimisers. Loshchilov and Hutter (2019), Decoupled weight decay
+Lessons: gradient_flow and optimisers. Loshchilov and Hutter (2019), Decoupled weight decay
 regularization.
 """
 

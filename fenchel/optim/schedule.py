@@ -17,7 +17,7 @@ Past the last step each keeps its last value.
 
     beta2_warmup     1 - 1 / window,     window from 100 to 1000 steps, evenly
 
-docs/maths/optimisers.md says what a rising beta2 does to Adam's steps. Lesson: l16_optimisers.
+docs/maths/optimisers.md says what a rising beta2 does to Adam's steps. Lesson: optimisers.
 """
 
 import math

@@ -14,6 +14,7 @@ from fenchel.model import ModelConfig
 from fenchel.model.lora import TARGETS, LoraConfig
 from fenchel.optim import OptimConfig
 from fenchel.optim.config import peak_score_rate
+from fenchel.pipeline.lipschitz import default_settings, require_known_constant
 from fenchel.pipeline.presets import DEFAULT, expand
 from fenchel.train import Callback, TrainConfig
 
@@ -58,6 +59,10 @@ class TuneConfig:
     targets: tuple[str, ...] = ("q", "k", "v", "out")
     """The linear maps of every block that have adapters: "q", "k", "v" or "qkv", which is one
     adapter for the three, "out", "gate", "up", "down"."""
+    kl: float | None = None
+    """Budget, in nats per token, of the mean KL divergence of the tuned model from the checkpoint
+    on held-out text; it is measured every few steps, and a model beyond it is moved back along the
+    line to the checkpoint. None is no budget."""
 
     USES: ClassVar = (Use(("alpha", "targets"), "rank", lambda c: c.rank is not None),)
 
@@ -66,6 +71,8 @@ class TuneConfig:
             raise ValueError(f"tune.context={self.context} should be at least 2.")
         if not 0.0 < self.epochs < math.inf:
             raise ValueError(f"tune.epochs={self.epochs} should be above 0 and finite.")
+        if self.kl is not None and not 0.0 < self.kl < math.inf:
+            raise ValueError(f"tune.kl={self.kl} should be above 0 and finite, or left out.")
         for target in self.targets:
             if target not in TARGETS:
                 raise ValueError(f"tune.targets has {target!r}; {did_you_mean(target, TARGETS)}")
@@ -113,7 +120,14 @@ class RunConfig:
                 f"model.kind={self.model.kind!r} sees the tokens it would have to predict; a run "
                 'trains model.kind="decoder".'
             )
+        if self.train.lipschitz is not None:
+            require_known_constant(self.model)
         if self.tune is not None:
+            if self.train.lipschitz is not None:
+                raise ValueError(
+                    "train.lipschitz holds a model to a constant from its first step on, and would "
+                    "change the checkpoint that is tuned; leave it out."
+                )
             if (self.tune.context or 0) > self.model.context:
                 raise ValueError(
                     f"tune.context={self.tune.context} is more than the {self.model.context} "
@@ -154,9 +168,10 @@ class RunCallback(Callback, Protocol):
 def settings(mapping: Mapping[str, Any]) -> RunConfig:
     """Nested plain values to settings.
 
-    Two defaults of the model follow from other sections: the vocabulary is that of the text, the
-    largest possible until a text is read whose size decides it, and "score" trains with a norm of
-    queries and keys, where dot products are the scores. ``preset`` names a row of
+    Some defaults of the model follow from other sections: the vocabulary is that of the text, the
+    largest possible until a text is read whose size decides it, "score" trains with a norm of
+    queries and keys, where dot products are the scores, and train.lipschitz with the settings of
+    fenchel/pipeline/lipschitz.py. ``preset`` names a row of
     ``fenchel.pipeline.presets.PRESETS``, which all other settings override.
 
     >>> settings({"text": {"vocabulary": 300}}).model.vocabulary
@@ -169,10 +184,14 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     rest = dict(mapping)
     preset = rest.pop("preset", DEFAULT)
     names = ("text", "model", "optim", "train")
-    sections = expand(preset, {name: section(rest, name) for name in names})
+    given = {name: section(rest, name) for name in names}
+    sections = expand(preset, given)
     model, optim = sections["model"], sections["optim"]
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)
+    if sections["train"].get("lipschitz") is not None:
+        known = default_settings(model.get("width", ModelConfig.width))
+        model |= {name: value for name, value in known.items() if name not in given["model"]}
     return from_mapping(RunConfig, {**rest, **sections})
 
 

@@ -47,6 +47,7 @@ from fenchel.model.lora import add_lora
 from fenchel.model.transformer import meta_model
 from fenchel.optim import Schedule, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
+from fenchel.pipeline.lipschitz import projection
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 from fenchel.train.hardware import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
@@ -216,9 +217,10 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     """
     c, train = config.model, config.train
     least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
+    least = c.layers if c.has_delta else least  # whose layers are of two sizes
     one, two = (
         sum(p.numel() for p in meta_model(replace(c, layers=n, distinct_layers=None)).parameters())
-        for n in (least, least + 1)
+        for n in (least, least + (not c.has_delta))
     )
     parameters = one + (c.block_count - least) * (two - one)
     parts = train.accumulate if world.size == 1 else 1
@@ -304,7 +306,10 @@ def _time_steps(
     # before the steps of a time budget are known, any number serves: a step of another size takes
     # the same time
     optimiser = build_optimiser(model, config.optim, steps=config.train.steps or 1000)
-    stepper = Stepper(model, batches, optimiser, constant(), config=config.train, seed=config.seed)
+    train, project = config.train, projection(model, config.train.lipschitz)
+    stepper = Stepper(
+        model, batches, optimiser, constant(), config=train, seed=config.seed, project=project
+    )
     try:
         return time_steps(lambda: stepper(0), threads=config.train.threads, limit=limit)
     finally:
@@ -322,6 +327,11 @@ def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
     if not in_cells(config, world):
         return
+    if config.train.lipschitz is not None:
+        raise ValueError(
+            "train.lipschitz needs all weights in one process, without train.cells and "
+            "train.context_group."
+        )
     require_supported(config.train, world, context=config.row_length)
     cell_count(config.train, world.size)
     if config.lora is not None and config.train.shard in ("full", "node"):

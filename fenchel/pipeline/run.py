@@ -70,6 +70,7 @@ from fenchel.pipeline.config import (
     section,
     settings,
 )
+from fenchel.pipeline.lipschitz import measure_constant, projection
 from fenchel.pipeline.preparation import (
     build_cells,
     in_cells,
@@ -311,6 +312,7 @@ def train_and_report(task: Task, budget: float | None = None) -> Outcome:
         weights=weights,
         budget=budget,
         replan=partial(_replan, task, stepper),
+        constrain=task.constraint(),
     )
     with _explain_failure(run, config.train.recompute):
         outcome = loop.train()
@@ -346,8 +348,17 @@ def _build_stepper(task: Task, steps: int) -> tuple[Stepper, Weights]:
         return stepper, stepper.owners
     optimiser = build_optimiser(task.model, config.optim, steps=steps)
     train, beta2 = config.train, build_beta2(config.optim)
+    if (project := projection(task.model, train.lipschitz)) is not None:
+        project()  # the first weights
     return Stepper(
-        task.model, task.batches, optimiser, schedule, config=train, seed=config.seed, beta2=beta2
+        task.model,
+        task.batches,
+        optimiser,
+        schedule,
+        config=train,
+        seed=config.seed,
+        beta2=beta2,
+        project=project,
     ), task.model if config.lora is None else AdapterWeights(task.model)
 
 
@@ -379,6 +390,14 @@ def _report(task: Task, outcome: Outcome) -> None:
         callback.progress("computing the baselines", 0, 0)
         summary |= _baselines(task.corpus, callback)
         summary |= task.comparison(model)
+        if config.train.lipschitz is not None:
+            callback.progress("attacking the Lipschitz constant", 0, 0)
+            found = measure_constant(model, task.corpus.validation, config.train.lipschitz)
+            summary["lipschitz"] = found
+            callback.message(
+                f"No logit moves more than {found['certified']:.4g} times the largest move of a "
+                f"token embedding (certified); an attack found {found['attacked']:.4g} times."
+            )
     if outcome.status != "diverged":
         run.write_json("sample.json", task.sample(model))
     page(run.path, plain_json(summary))

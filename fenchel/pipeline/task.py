@@ -42,6 +42,7 @@ from fenchel.pipeline.preparation import (
     start_weights,
 )
 from fenchel.train import RunDir, named_loss, require_loggers, select_device
+from fenchel.train.loop import ConstrainFunction
 from fenchel.train.rundir import TOKENS, is_run_name
 from fenchel.train.step import autocast
 
@@ -201,6 +202,10 @@ class Task:
         health = attention_health(self.model, ids)
         reshard(self.model)
         return health
+
+    def constraint(self) -> ConstrainFunction | None:
+        """What moves the weights back after a step; None where nothing does."""
+        return None
 
     def measure_first(self) -> None:
         """Measure the model before its first step, where the report compares with it."""

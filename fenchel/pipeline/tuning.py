@@ -10,6 +10,10 @@ Everything after the first step is that of a run from the start (run.py). What d
   complete without the checkpoint: how a text begins and ends, the chat template, generation
   settings. They are written again when the run is exported.
 - **Rows** of ``tune.context`` positions hold whole documents side by side (data/packing.py).
+- **A budget** ``tune.kl`` is a set of models: those whose mean KL from the checkpoint on held-out
+  text is at most this. With the trained weights w_0 of the checkpoint and w after a step, a model
+  outside becomes w_0 + a (w - w_0), a the largest of 2^-HALVINGS, ..., 1 that bisection finds
+  inside. The optimiser's state stays. It depends on the weights alone, so a resumed run repeats it.
 - **Steps.** Where neither steps nor a time is given, ``tune.epochs`` passes over the documents; the
   batch has ``ROWS`` rows, or fewer, so that an epoch has ``EPOCH_STEPS`` steps.
 
@@ -53,9 +57,15 @@ from fenchel.data import (
 )
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
-from fenchel.evaluate import attention_health, score_documents, summarise
+from fenchel.evaluate import (
+    attention_health,
+    document_kl,
+    score_documents,
+    summarise,
+)
 from fenchel.evaluate.attention import PROMPT, attention_sensitivity
 from fenchel.evaluate.calibration import all_outcomes
+from fenchel.evaluate.divergence import changed_laws
 from fenchel.evaluate.score import document_predictions
 from fenchel.files import Damaged, read_sealed_json
 from fenchel.model import ModelConfig, Transformer
@@ -65,12 +75,17 @@ from fenchel.pipeline.config import RunConfig, section, settings
 from fenchel.pipeline.preparation import amount
 from fenchel.pipeline.task import Task
 from fenchel.train import require_loggers
+from fenchel.train.loop import ConstrainFunction
 from fenchel.train.step import autocast
 
 ROWS, EPOCH_STEPS = 8, 8
 """Rows of a batch, and the fewest steps of an epoch, where train.batch is not given."""
 EVALUATED_ROWS = 8
 """Rows per pass of an evaluation."""
+KL_TOKENS, HALVINGS = 2048, 7
+"""Held-out targets on which a budget is measured while training; the last step reads all."""
+LAWS = 8
+"""Positions at which the report has the laws of both models."""
 MEASURED = 256
 """Tokens on which attention is measured before and after."""
 DROPOUT = ("dropout", "attention_dropout", "mlp_dropout")
@@ -115,7 +130,8 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
 def _has_pairs(model: ModelConfig) -> bool:
     """Whether "trust" can pair the queries and keys of every head (optim/score/pairs.py)."""
     per_head = not model.qk_norm or model.qk_norm_width == "head"
-    return per_head and model.scores == "dot" and model.query_growth is None
+    own_keys = not model.shared_kv_layers and not model.keys_as_values
+    return per_head and own_keys and model.scores == "dot" and model.temperature == "none"
 
 
 _SCHEDULE = {"schedule": "linear", "warmup": 0.1, "weight_decay": 0.0}
@@ -268,7 +284,8 @@ class TuneTask(Task):
     def build_model(self, *, begun: bool) -> None:
         """As of any task; a new run says how much memory its steps need."""
         super().build_model(begun=begun)
-        if self.source is not None and self.world.size == 1:
+        counted = self.world.size == 1 and not self.config.model.has_delta
+        if self.source is not None and counted:
             self.callback.message(memory_sentence(memory(self.config, self.model)))
         self.source = None  # frees the weights as they were loaded
 
@@ -296,6 +313,47 @@ class TuneTask(Task):
         rows = document_batches(self.config, self.corpus, validation=True)
         size = self.corpus.predicted_bytes(validation=True)
         return score_documents(model, rows, bytes=size, limit=limit)._asdict()
+
+    def constraint(self) -> ConstrainFunction | None:
+        """Keeps the model within ``tune.kl`` of the checkpoint."""
+        assert self.config.tune is not None
+        budget = self.config.tune.kl
+        if budget is None:
+            return None
+        if self.world.size > 1 or self.config.train.cells is not None:
+            raise ValueError("tune.kl is enforced by one process, without train.cells.")
+        start = self.first_model().to(self.device)  # its adapters, if any, do nothing yet
+        trained = [
+            (w, w_0.detach())
+            for w, w_0 in zip(self.model.parameters(), start.parameters(), strict=True)
+            if w.requires_grad
+        ]
+        documents = document_batches(self.config, self.corpus, validation=True)
+
+        @torch.no_grad()
+        def enforce(_step: int, last: bool) -> dict[str, float]:
+            limit = None if last else KL_TOKENS
+            ends = [w.detach().clone() for w, _ in trained]
+
+            def kl_at(share: float) -> float:
+                for (w, w_0), end in zip(trained, ends, strict=True):
+                    w.copy_(end if share == 1.0 else torch.lerp(w_0, end, share))
+                return document_kl(self.model, start, documents, limit=limit)
+
+            share, kl = 1.0, kl_at(1.0)
+            if not kl <= budget:
+                share, kl, high = 0.0, 0.0, 1.0
+                for _ in range(HALVINGS):
+                    middle = 0.5 * (share + high)
+                    found = kl_at(middle)
+                    if found <= budget:
+                        share, kl = middle, found
+                    else:
+                        high = middle
+                kl_at(share)
+            return {"tune/kl": kl, "tune/kl_share": share}
+
+        return enforce
 
     def sample_prompt(self) -> tuple[Ids, int, list[int]]:
         """The first held-out document, or its first conversation up to the answer."""
@@ -327,7 +385,33 @@ class TuneTask(Task):
         except Damaged as error:
             self.callback.message(f"{error} The report has no comparison with the checkpoint.")
             return {}
-        return {"tuning": {"before": before, "after": self.measure(model)}}
+        return {"tuning": {"before": before, "after": self.measure(model), **self.laws(model)}}
+
+    def laws(self, model: Transformer) -> dict[str, Any]:
+        """The KL from the checkpoint on held-out text, and where the laws have changed most."""
+        assert self.config.tune is not None
+        if self.config.tune.kl is None:
+            return {}
+        start = self.first_model().to(model.lm_head_weight.device)
+        documents = document_batches(self.config, self.corpus, validation=True)
+        where = {"count": LAWS, "limit": KL_TOKENS}
+        text = self.corpus.tokenizer.decode
+
+        def named(pairs: list[tuple[int, float]]) -> list[tuple[str, float]]:
+            return [(text([token]), p) for token, p in pairs]
+
+        return {
+            "kl": {"budget": self.config.tune.kl, "measured": document_kl(model, start, documents)},
+            "laws": [
+                {
+                    "kl": law.kl,
+                    "target": text([law.target]),
+                    "before": named(law.base),
+                    "after": named(law.tuned),
+                }
+                for law in changed_laws(model, start, documents, **where)
+            ],
+        }
 
     def measure(self, model: Transformer) -> dict[str, Any]:
         """What the report compares before and after tuning, as plain values.

@@ -24,7 +24,6 @@ import math
 import os
 import platform
 import re
-import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fenchel
+from fenchel.operating_system import SYSTEM
 
 _CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _GPU = re.compile(r"Tried to allocate ([\d.]+ \w+)")
@@ -43,14 +43,18 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of mallopt: when the top of the heap is returned, and how many blocks are mapped."""
 
 
-def select_device(name: str = "auto") -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one, else the CPU.
+def select_device(name: str = "auto", *, float64: bool = False) -> torch.device:
+    """The device of that name; "auto" is the best one: a GPU by CUDA, by MPS, then the CPU.
+
+    MPS has no ``float64``. What measures in it goes to the CPU, and refuses "mps".
 
     >>> select_device("cpu")
     device(type='cpu')
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = next(one for one in ("cuda", "mps", "cpu") if _has_device(one, float64=float64))
+    if float64 and name.partition(":")[0] == "mps":
+        raise ValueError("mps has no float64, in which this is computed; give cpu.")
     try:
         device = torch.device(name)
         usable = device.type != "meta"
@@ -58,9 +62,15 @@ def select_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError):
         usable = False
     if not usable:
-        best = "cuda or cpu" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"there is no device {name!r} here; give {best}.")
+        here = [one for one in ("cuda", "mps", "cpu") if _has_device(one, float64=float64)]
+        raise ValueError(f"there is no device {name!r} here; give {' or '.join(here)}.")
     return device
+
+
+def _has_device(kind: str, *, float64: bool) -> bool:
+    if kind == "mps":
+        return torch.backends.mps.is_available() and not float64
+    return kind == "cpu" or torch.cuda.is_available()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -178,15 +188,9 @@ def memory_of(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    limits += [soft for soft, _ in (resource.getrlimit(resource.RLIMIT_AS),) if soft > 0]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup v2 and v1
-        try:
-            text = (Path("/sys/fs/cgroup") / file).read_text().strip()
-        except OSError:
-            continue
-        limits += [int(text)] if text.isdecimal() else []  # "max" is none
-    return min(limits)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return SYSTEM.memory()
 
 
 class StepTime(NamedTuple):
@@ -233,7 +237,5 @@ def _time(step: Callable[[], object]) -> float:
 
 
 def cores() -> int:
-    """Cores this process may use, where the system reports them; else all cores."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use."""
+    return SYSTEM.cores()

@@ -2,7 +2,8 @@
 
 A step is a function of its number (fenchel/train/step.py), and so is when to log, evaluate and
 save: a run that is stopped anywhere and resumed ends with the same bits as one that was not. Only
-the process that holds the lock of the run directory writes to it.
+the process that holds the lock of the run directory writes to it. Checkpoints are written in a
+thread, beside the next steps (fenchel/train/checkpoint_writer.py).
 
 The first SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the loop after the step under way, with a
 checkpoint; the second stops it at once.
@@ -19,8 +20,8 @@ deadline, so that what follows a checkpoint is a function of it.
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from signal import Signals
 from statistics import fmean, median
@@ -34,6 +35,8 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Progress, Weights
 from fenchel.data import Batch
 from fenchel.files import NoSpace, StorageFailed, describe
+from fenchel.operating_system import SYSTEM
+from fenchel.train.checkpoint_writer import CheckpointWriter, spacing
 from fenchel.train.loss import count_targets
 from fenchel.train.loss_scale import LossScale
 from fenchel.train.rundir import RunDir
@@ -43,9 +46,13 @@ ValidationFunction = Callable[[nn.Module], Mapping[str, float]]
 """A model to metrics of the validation text; the smallest "loss" decides which step is best."""
 ProbeFunction = Callable[[Batch], Mapping[str, Any]]
 """The batch of a step to extra metrics of its line, such as the health of attention."""
+ConstrainFunction = Callable[[int, bool], Mapping[str, float]]
+"""After a step, which may be the last: moves the weights where they must be; returns metrics."""
+CONSTRAIN_EVERY = 8
+"""Steps after which a constraint is enforced, and before every planned checkpoint."""
 ReplanFunction = Callable[[int], None]
 """A new number of steps: move the schedule, and record it."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = SYSTEM.stop_signals
 
 
 class Callback(Protocol):
@@ -99,7 +106,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
-        if self.first == number == signal.SIGHUP:
+        if self.first == number == SYSTEM.hangup:
             return
         if self.first is not None:
             raise KeyboardInterrupt(Signals(number))
@@ -123,6 +130,7 @@ class Loop:
         weights: Weights | None = None,
         budget: float | None = None,
         replan: ReplanFunction | None = None,
+        constrain: ConstrainFunction | None = None,
     ) -> None:
         """``settings`` are those of the model, which every checkpoint holds beside ``weights``.
 
@@ -130,13 +138,16 @@ class Loop:
         in seconds for a run at its first step, which ``replan`` follows where it changes its steps.
         """
         self.weights = stepper.model if weights is None else weights
+        self.constrain = constrain
         self.stepper, self.model, self.config = stepper, stepper.model, stepper.config
         self.steps, self.run, self.settings = steps, run, settings
         self.validate, self.probe, self.callback = validate, probe, callback
         self.progress = progress
         if stepper.scaling is not None and progress.loss_scale is not None:
             stepper.scaling.scale = LossScale(progress.loss_scale, progress.loss_scale_age)
-        self._saved_step = progress.step
+        self.writer = CheckpointWriter()
+        self._saved_step = self._written_step = progress.step
+        """The step of the newest checkpoint; of the newest that is on the disk."""
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
         self.budget, self.replan, self._first_plan = budget, replan, steps
@@ -146,6 +157,12 @@ class Loop:
 
     def train(self) -> Outcome:
         """Take the remaining steps; metrics and checkpoints go to the run directory."""
+        try:
+            return self._train()
+        finally:
+            self.writer.close()
+
+    def _train(self) -> Outcome:
         tenth = max(1, self.steps // 10)
         evaluate_every = self.config.evaluate_every or tenth
         save_every = self.config.save_every or tenth
@@ -157,15 +174,22 @@ class Loop:
                 result = self.stepper(self.progress.step)
                 self._count(result)
                 self._keep_to_budget(time.perf_counter() - begun)
-                if result.broken and self.skipped_in_a_row() >= self.config.max_nonfinite_steps:
+                skipped = skipped_in_a_row(self.progress)
+                if skipped >= self.config.max_nonfinite_steps:
                     return self._diverged(
-                        f"{self.skipped_in_a_row()} steps in a row were not finite: {result.broken}"
+                        f"{skipped} steps in a row were not finite: {result.broken}"
                     )
                 done, last = self.progress.step, self.progress.step == self.steps
+                planned = any(done % n == 0 for n in (CONSTRAIN_EVERY, evaluate_every, save_every))
+                if self.constrain is not None and (planned or last):
+                    self._write(self.constrain(done, last))
                 if done % self.config.log_every == 0 or last:
                     self._log(result)
-                better = (done % evaluate_every == 0 or last) and self._evaluate()
-                due = (done % save_every == 0 or better) and not self.skipped_in_a_row()
+                apart = done - self._saved_step >= self._spacing(result.batch)
+                better = (done % evaluate_every == 0 or last) and self._evaluate(apart or last)
+                due = apart and not skipped and (done % save_every == 0 or better)
+                if self.writer.done:
+                    self._finish_write(must=False)
                 if (due or last) and (outcome := self._save(must=last)):
                     return outcome
                 self.callback.step(done, self.steps)
@@ -200,15 +224,6 @@ class Loop:
     def _stop_signal(self, signals: StopSignals) -> Signals | None:
         """The signal that ends the run before its next step."""
         return signals.first
-
-    def skipped_in_a_row(self) -> int:
-        """How many of the latest steps were skipped, without a complete one after them."""
-        step = self.progress.step
-        for skipped in reversed(self.progress.skipped):
-            if skipped != step:
-                break
-            step -= 1
-        return self.progress.step - step
 
     def _count(self, result: StepResult) -> None:
         p = replace(self.progress, step=self.progress.step + 1)
@@ -246,15 +261,21 @@ class Loop:
         self.progress = replace(p, loss_sum=0.0, loss_count=0)
         self._mark = (time.perf_counter(), p.tokens)
 
-    def _evaluate(self) -> bool:
-        """Measure the validation text; return whether this step is the best so far."""
+    def _spacing(self, batch: Batch) -> int:
+        """Least number of steps between two checkpoints."""
+        if self.config.save_every is not None:
+            return 1
+        return spacing(self.stepper.device, batch.inputs.numel())
+
+    def _evaluate(self, may_save: bool) -> bool:
+        """Measure the validation text; return whether this step is the best of those saved."""
         before, p = time.perf_counter(), self.progress
         self.model.eval()
         metrics = self.validate(self.model)
         self._write({f"validation/{name}": value for name, value in metrics.items()})
         since, tokens = self._mark
         self._mark = (since + time.perf_counter() - before, tokens)
-        better = metrics["loss"] < (float("inf") if p.best is None else p.best)
+        better = may_save and metrics["loss"] < (float("inf") if p.best is None else p.best)
         if better:
             self.progress = replace(p, best=metrics["loss"], best_step=p.step)
         return better
@@ -265,37 +286,45 @@ class Loop:
         self.callback.log(line)
 
     def _save(self, *, must: bool) -> Outcome | None:
-        """Commit a checkpoint, or end the run if a weight is not finite.
+        """Begin to write a checkpoint, or end the run if a weight is not finite.
 
-        A full disk is reported and the run goes on, unless this checkpoint ``must`` be written.
+        One that ``must`` be written is waited for.
         """
-        if self._saved_step == self.progress.step:
-            return None
-        if bad := self._not_finite():
-            return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
+        if self._saved_step != self.progress.step:
+            self._finish_write(must=must)
+            if bad := self._not_finite():
+                return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
+            with self._full_disk_reported(must=must):
+                self.progress = replace(
+                    self.progress,
+                    seconds=time.perf_counter() - self._started,
+                    metrics_bytes=self._flush(),
+                    **self._loss_scale(),
+                )
+                self._commit()
+                self._saved_step = self.progress.step
+        if must:
+            self._finish_write(must=True)
+        return None
+
+    def _finish_write(self, *, must: bool) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self._full_disk_reported(must=must):
+            self.writer.wait()
+
+    @contextmanager
+    def _full_disk_reported(self, *, must: bool) -> Iterator[None]:
+        """A full disk is reported and the run goes on, unless a checkpoint ``must`` be written."""
         try:
-            self.progress = replace(
-                self.progress,
-                seconds=time.perf_counter() - self._started,
-                metrics_bytes=self._flush(),
-                **self._loss_scale(),
-            )
-            self._commit()
+            yield
         except NoSpace as error:
             if must:
                 raise StorageFailed(
                     f"{error} Make room and go on with --resume {self.run.path}; "
                     f"{newest_checkpoint(self.run)}."
                 ) from error
+            self._saved_step = self._written_step
             self.callback.message(f"{error} The run goes on without this checkpoint.")
-            return None
-        if self._saved_step == 0:  # from now on a run without a checkpoint has lost some
-            with suppress(OSError):
-                self.run.write_status(self.progress.step, self.steps)
-        self._saved_step = self.progress.step
-        if not self.skipped_in_a_row():  # while steps are skipped, older ones may still be needed
-            self._rotate()
-        return None
 
     def _flush(self) -> int:
         """Write all metrics to the disk; returns the size of their file."""
@@ -306,19 +335,30 @@ class Loop:
         return run_checkpoint.not_finite(self.weights.state_dict())
 
     def _commit(self) -> None:
-        """Write the checkpoint of this step."""
-        run_checkpoint.save(
-            self.run.checkpoints,
-            self.progress,
-            self.weights.state_dict(),
-            self.stepper.optimiser,
-            self.settings,
-        )
+        """Write the checkpoint of this step beside the next ones."""
+        now = self.weights.state_dict(), self.stepper.optimiser.state_dict()
+        progress, copy = self.progress, self.writer.copy(*now)
+        weights, state = copy or now
 
-    def _rotate(self) -> None:
-        run_checkpoint.rotate(
-            self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
-        )
+        def write() -> None:
+            run_checkpoint.save(self.run.checkpoints, progress, weights, state, self.settings)
+            self._committed(progress)
+
+        self.writer.start(write)
+        if copy is None:
+            self.writer.wait()
+
+    def _committed(self, progress: Progress) -> None:
+        """What follows a checkpoint that is on the disk."""
+        if self._written_step == 0:  # from now on a run without a checkpoint has lost some
+            with suppress(OSError):
+                self.run.write_status(progress.step, self.steps)
+        self._written_step = progress.step
+        if not skipped_in_a_row(progress):  # while steps are skipped, older ones may be needed
+            self._rotate(progress.best_step)
+
+    def _rotate(self, best_step: int | None) -> None:
+        run_checkpoint.rotate(self.run.checkpoints, keep=self.config.keep, best_step=best_step)
 
     def _loss_scale(self) -> dict[str, Any]:
         if self.stepper.scaling is None:
@@ -333,8 +373,23 @@ class Loop:
         return Outcome("interrupted", self.progress, reason, by)
 
     def _diverged(self, what: str) -> Outcome:
+        self._finish_write(must=False)
         reason = f"{what}; {newest_checkpoint(self.run)}. Try a lower learning rate."
         return Outcome("diverged", self.progress, reason)
+
+
+def skipped_in_a_row(progress: Progress) -> int:
+    """How many of the latest steps were skipped, without a complete one after them.
+
+    >>> skipped_in_a_row(Progress(step=7, skipped=(2, 6, 7)))
+    2
+    """
+    step = progress.step
+    for skipped in reversed(progress.skipped):
+        if skipped != step:
+            break
+        step -= 1
+    return progress.step - step
 
 
 def newest_checkpoint(run: RunDir) -> str:

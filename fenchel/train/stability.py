@@ -70,6 +70,10 @@ class AttentionSettings(Protocol):
     """The settings of a model that decide whether its scores are just scale q.k."""
 
     @property
+    def layers(self) -> int:
+        """The number of blocks that a pass runs."""
+
+    @property
     def has_position_bias(self) -> bool:
         """Whether distances add a bias to the scores (ALiBi, T5)."""
 
@@ -84,6 +88,10 @@ class AttentionSettings(Protocol):
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised."""
+
+    @property
+    def shared_kv_layers(self) -> int:
+        """How many layers attend to the keys of others."""
 
     @property
     def sigma_reparam(self) -> bool:
@@ -119,6 +127,8 @@ def why_not_clip(config: AttentionSettings) -> str | None:
         return "qk_norm would undo it"
     if config.sigma_reparam:
         return "sigma_reparam would undo it"
+    if config.shared_kv_layers:
+        return "its layers share keys"
     return None if config.scores == "dot" else f'its scores are of kind "{config.scores}"'
 
 
@@ -229,6 +239,11 @@ class Stability:
         first: dict[int, int] = {}
         self.modules = [first.setdefault(id(layer), n) for n, layer in enumerate(self.layers)]
         """Per layer the number of the first one that its module serves, which may be several."""
+        if len(self.layers) < model.config.layers:
+            raise ValueError(
+                "qk_clip and entropy_floor need attention in every layer, and this model has "
+                "layers of gated DeltaNet; leave them out."
+            )
         if self.limit is not None and (reason := why_not_clip(model.config)):
             raise ValueError(f"qk_clip scales query and key weights, and {reason}; choose one.")
         if self.floor and (reason := why_not_entropy(model.config)):

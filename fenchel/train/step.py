@@ -139,8 +139,17 @@ class Stepper:
         config: TrainConfig,
         seed: int,
         beta2: Schedule | None = None,
+        project: Callable[[], None] | None = None,
     ) -> None:
-        """``model`` is Trainable; ``schedule`` and ``beta2`` map a step to a factor and a beta2."""
+        """``model`` is Trainable; ``schedule`` and ``beta2`` map a step to a factor and a beta2.
+
+        ``project`` moves the weights back into a set, after every step; train.lipschitz needs one.
+        """
+        if config.lipschitz is not None and project is None:
+            raise ValueError(
+                "train.lipschitz is enforced by what a run gives as project "
+                "(fenchel/pipeline/lipschitz.py); give it, or leave train.lipschitz out."
+            )
         if not isinstance(model, Trainable):
             members = (name for name in vars(Trainable) if not name.startswith("_"))
             lacks = ", ".join(name for name in members if not hasattr(model, name))
@@ -150,7 +159,7 @@ class Stepper:
             )
         self.model, self.batches = model, batches
         self.optimiser, self.schedule, self.beta2 = optimiser, schedule, beta2
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.project = config, seed, project
         self.device = next(model.parameters()).device
         self.autocast = autocast(config.precision, self.device)
         self.loss_map = named_loss(config.loss, alpha=config.loss_alpha)
@@ -189,6 +198,8 @@ class Stepper:
             self.optimiser.step()
             if self.stability is not None:
                 self.stability.clip_scores()
+            if self.project is not None:
+                self.project()
         else:
             broken = first_broken(self.model, lambda: deque(self._hidden(batch, step), 0), loss)
         self.optimiser.zero_grad()
@@ -422,7 +433,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
         fast = (
             torch.cuda.is_bf16_supported()
             if device.type == "cuda"
-            else torch.cpu.get_capabilities().get("avx512_bf16", False)
+            else device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False)
         )
         precision = "bfloat16" if fast else "float32"
     if precision in HALF:

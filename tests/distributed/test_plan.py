@@ -113,6 +113,8 @@ def saved_by_layer(
         {"rotary_layers": (0,)},
         {"dropout": 0.1, "attention_dropout": 0.0},
         {"heads": 2, "hidden": 100},
+        {"value_norm": True},
+        {"per_layer_width": 8, "layer_scale": True},
         {"gate": "head", "kv_heads": 2},
         {"gate": "element", "gate_activation": "softplus", "head_size": 24},
     ],
@@ -547,3 +549,6 @@ def test_a_block_of_several_layers_is_gathered_for_each() -> None:
     )
     with pytest.raises(ValueError, match="experts are chosen by values"):
         simulate(small(experts=4), optim, ranks=8, gather_dtype="float32")
+    learned = small(choice="entmax", entmax_alpha_learned=True)
+    with pytest.raises(ValueError, match="learned exponents of entmax need values"):
+        simulate(learned, optim, ranks=8, gather_dtype="float32")

@@ -22,6 +22,7 @@ from fenchel.cli import main
 from fenchel.cli.doctor import check_checkpoint, check_run
 from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
+from fenchel.evaluate.score import document_predictions
 from fenchel.files import read_sealed_json
 from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
@@ -75,7 +76,8 @@ def chat_run(checkpoint: Checkpoint, chats: Path, tmp_path_factory: pytest.TempP
         ({}, "trust"),
         ({"qk_norm": True}, "trust"),
         ({"qk_norm": True, "qk_norm_width": "all"}, "adamw"),
-        ({"rotary_scaling": "yarn", "rotary_trained_context": 4, "query_growth": 0.1}, "adamw"),
+        ({"temperature": "stepped", "temperature_floor": 4}, "adamw"),
+        ({"shared_kv_layers": 1}, "adamw"),
     ],
 )
 def test_the_default_rule_is_one_that_can_move_the_model(model: dict[str, Any], rule: str) -> None:
@@ -501,6 +503,43 @@ def test_a_stopped_run_of_adapters_ends_with_the_same_bits(
         pipeline.resume(tmp_path / "whole", Remembering(), changes={"tune": {"rank": 3}})
     with pytest.raises(ValueError, match="'qq'"):
         tune(checkpoint("llama"), tmp_path / "qq", documents, tune={**lora, "targets": ["qq"]})
+
+
+@pytest.mark.parametrize(("adapters", "most"), [({}, 0.01), ({"rank": 2}, 0.002)])
+def test_a_budget_of_kl_is_kept_and_a_stopped_run_ends_with_the_same_bits(
+    checkpoint: Checkpoint, documents: Path, tmp_path: Path, adapters: dict[str, Any], most: float
+) -> None:
+    train = {"steps": 5, "batch": 2, "save_every": 2, "evaluate_every": 2}
+    optim = {"optimiser": "adamw", "learning_rate": 0.02}
+    kls = {}
+    for name, budget in (("kept", {"kl": most}), ("free", {"kl": 1e6})):
+        settings_ = {"train": train, "optim": optim, "tune": {**adapters, **budget}}
+        tune(checkpoint("llama"), tmp_path / name, documents, **settings_)
+        corpus, config = corpus_and_config(tmp_path / name)
+        rows = document_batches(config, corpus, validation=True)
+        base = load(checkpoint("llama")).model
+        tuned = load_model(tmp_path / name, which="newest")
+        total, count = 0.0, 0  # by torch's own divergence
+        for (p, _), (q, _) in zip(
+            document_predictions(tuned, rows), document_predictions(base, rows), strict=True
+        ):
+            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            total += float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True))
+            count += len(p)
+        kls[name] = total / count
+        reported = read_sealed_json(tmp_path / name / "summary.json")["tuning"]["kl"]["measured"]
+        assert reported == pytest.approx(kls[name], rel=1e-4)
+    assert kls["free"] > 2.0 * most
+    assert 0.5 * most < kls["kept"] <= most * (1 + 1e-5)
+    page = (tmp_path / "kept" / "report.html").read_text()
+    assert "measured; the budget is" in page
+    assert "Where the law of the next token changed most" in page
+    run = tmp_path / "stopped"
+    settings_ = {"train": train, "optim": optim, "tune": {**adapters, "kl": most}}
+    with pytest.raises(RuntimeError, match="killed"):
+        tune(checkpoint("llama"), run, documents, Remembering(3), **settings_)
+    pipeline.resume(run, Remembering(), changes={})
+    assert bits(run) == bits(tmp_path / "kept")
 
 
 def test_the_report_has_the_checkpoint_beside_what_became_of_it(

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -259,9 +260,15 @@ def test_while_steps_are_skipped_nothing_is_saved_and_nothing_rotated_away(
     s = small(**settings)
     spoil(s, 4, 5)
     seen: dict[int, list[str]] = {}
+    loop = s.loop()
+
+    def look(step: int) -> None:
+        loop.writer.wait()
+        seen[step] = kept(s)
+
     for step in range(1, 9):
-        s.ear.at[step] = lambda step=step: seen.setdefault(step, kept(s))
-    s.loop().train()
+        s.ear.at[step] = partial(look, step)
+    loop.train()
     assert seen[3] == seen[4] == seen[5] == ["step-000003"]
     assert seen[6] == ["step-000006"]
     stopped = small("stopped", **settings)
@@ -320,8 +327,17 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
     whole = small("whole")
     whole.loop().train()
     s = small(evaluate_every=99)
-    s.ear.at = {4: lambda: full(monkeypatch), 7: monkeypatch.undo}
-    assert s.loop().train().status == "finished"
+    loop = s.loop()
+
+    def finish_then(act: Callable[[], None]) -> None:
+        loop._finish_write(must=False)
+        act()
+
+    s.ear.at = {
+        4: lambda: finish_then(lambda: full(monkeypatch)),
+        7: lambda: finish_then(monkeypatch.undo),
+    }
+    assert loop.train().status == "finished"
     assert kept(s) == ["step-000003", "step-000009", "step-000012"]
     assert len(s.ear.said) == 1
     assert s.ear.said[0].startswith("no space: ")
@@ -334,8 +350,10 @@ def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:
     s = small(steps=6, evaluate_every=99)
+    loop = s.loop()
 
     def fill() -> None:
+        loop.writer.wait()
         full(monkeypatch)
         if not last:
             signal.raise_signal(signal.SIGTERM)
@@ -345,7 +363,7 @@ def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
         StorageFailed,
         match=r"Make room and go on with .*; the last good checkpoint is step-000003\.$",
     ):
-        s.loop().train()
+        loop.train()
     assert kept(s) == ["step-000003"]
 
 
@@ -368,9 +386,10 @@ def test_another_storage_error_is_raised(
     small: Callable[..., Any],
 ) -> None:
     s = small()
-    s.ear.at = {4: lambda: shutil.rmtree(s.run.path)}
+    loop = s.loop()
+    s.ear.at = {4: lambda: (loop.writer.wait(), shutil.rmtree(s.run.path))}
     with pytest.raises(FileNotFoundError, match=str(s.run.path)):
-        s.loop().train()
+        loop.train()
 
 
 def test_checkpoints_that_are_deleted_under_the_run_are_followed_by_new_ones(
@@ -379,7 +398,8 @@ def test_checkpoints_that_are_deleted_under_the_run_are_followed_by_new_ones(
     whole = small("whole")
     whole.loop().train()
     s = small()
-    s.ear.at = {4: lambda: shutil.rmtree(s.run.checkpoints)}
-    assert s.loop().train().status == "finished"
+    loop = s.loop()
+    s.ear.at = {4: lambda: (loop.writer.wait(), shutil.rmtree(s.run.checkpoints))}
+    assert loop.train().status == "finished"
     assert kept(s)[-1] == kept(whole)[-1]
     assert s.bits() == whole.bits()

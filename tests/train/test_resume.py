@@ -83,7 +83,9 @@ def stopped_and_resumed(begin: Start, folder: Path) -> tuple[Stepper, Stepper]:
         begun(step)
     factor, age = (None, 0) if begun.scaling is None else begun.scaling.scale
     progress = Progress(step=SAVED, loss_scale=factor, loss_scale_age=age)
-    saved = run_checkpoint.save(folder, progress, begun.model.state_dict(), begun.optimiser, {})
+    saved = run_checkpoint.save(
+        folder, progress, begun.model.state_dict(), begun.optimiser.state_dict(), {}
+    )
     progress = run_checkpoint.restore(saved, resumed.model, resumed.optimiser, {})
     if resumed.scaling is not None and progress.loss_scale is not None:
         resumed.scaling.scale = LossScale(progress.loss_scale, progress.loss_scale_age)
@@ -100,6 +102,20 @@ def test_every_optimiser_resumes_with_the_same_bits(
 ) -> None:
     begin = partial(start, OPTIMISERS[name], device=device, model={"choice": choice})
     require_same_bits(*stopped_and_resumed(begin, tmp_path))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["muon", "trust with outputs"])
+def test_learned_exponents_resume_with_the_same_bits(
+    name: str, device: str, tmp_path: Path
+) -> None:
+    model = {"choice": "entmax", "entmax_alpha_learned": True}
+    begin = partial(start, OPTIMISERS[name], device=device, model=model)
+    whole, resumed = stopped_and_resumed(begin, tmp_path)
+    require_same_bits(whole, resumed)
+    fresh = dict(begin(seed=0).model.named_parameters())
+    for key, p in whole.model.named_parameters():
+        assert "alpha" not in key or not torch.equal(p, fresh[key])
 
 
 @pytest.mark.parametrize("device", DEVICES)

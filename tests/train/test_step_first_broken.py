@@ -54,11 +54,11 @@ def test_a_value_broken_between_modules_is_named_by_its_receiver(
 ) -> None:
     attention = model.blocks[1].attention
 
-    class Broken(type(attention.choice)):
+    class Broken(type(attention.fixed_choice)):
         def weights(self, z: Tensor, *args: object, **others: object) -> Tensor:
             return super().weights(z, *args, **others) * NAN
 
-    monkeypatch.setattr(attention, "choice", Broken())
+    monkeypatch.setattr(attention, "fixed_choice", Broken())
     says = "the input of blocks.1.attention.out is the first that is not finite"
     assert told(model) == says
 

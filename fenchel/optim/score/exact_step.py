@@ -55,7 +55,7 @@ second-order part included. For gamma -> 0 it is gamma / |J(U)|, the linear rule
 
 The step is zero where T W_K and T^T W_Q both vanish; ``Step.summary`` gives this reason.
 
-Derivations: docs/maths/score_descent.md. Lesson: l17_score_descent. ScoreDescent is its batched,
+Derivations: docs/maths/score_descent.md. Lesson: score_descent. ScoreDescent is its batched,
 approximate form.
 
 Shapes: X (B, n, d), W_Q and W_K (d, k), scores (B, n, n).

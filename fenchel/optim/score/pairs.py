@@ -323,7 +323,9 @@ def _refusal(module: nn.Module) -> str | None:
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
     if isinstance(module, QueryKeyLayer) and module.l2:
         return "its scores are not products of queries and keys"
-    if getattr(module, "query_growth", None) is not None:
+    if isinstance(module, QueryKeyLayer) and not all(getattr(module, "rows", ())):
+        return "its keys are its values too, or those of another layer"
+    if isinstance(module, QueryKeyLayer) and getattr(module, "tempered", False):
         return "its queries have a factor that grows with their position"
     if isinstance(module, nn.MultiheadAttention):
         if module.bias_k is not None or module.add_zero_attn:

@@ -17,7 +17,7 @@ their ratio. They are correct to rounding of the largest, which is subtracted fr
 where nothing is left, s is 0. X has the rank r that matrix_rank gives it:
 directions below max(n, d) eps |X|_2 count as absent.
 
-The lesson l17_score_descent uses it, and no command.
+The lesson score_descent uses it, and no command.
 """
 
 import sys

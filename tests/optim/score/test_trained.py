@@ -35,7 +35,7 @@ def test_the_steps_that_opened_the_ball_are_saved(tmp_path: Path) -> None:
     for step in range(3):
         begun(step)
     folder = run_checkpoint.save(
-        tmp_path, Progress(step=3), begun.model.state_dict(), begun.optimiser, {}
+        tmp_path, Progress(step=3), begun.model.state_dict(), begun.optimiser.state_dict(), {}
     )
     run_checkpoint.restore(folder, resumed.model, resumed.optimiser, {})
     resumed(3)

@@ -1,0 +1,254 @@
+"""train.lipschitz: a run whose model has a certified Lipschitz constant L from its first step on.
+
+No logit moves by more than L times the largest move of a token's embedding, for all texts of any
+length (fenchel/sensitivity/token_lipschitz.py). After every step the weights are scaled back to
+
+    longest row of the LM head     <= L / (P g),        P = sqrt(1 + L), g the gain of the last norm
+    gain of every branch           <= (P^(1 / 2 layers) - 1) / a,       a the factor on the branch
+
+so that the constant, the product g |row| prod (1 + a gain), is at most L. Rows of the LM head are
+shortened one by one. A branch whose gain is K times its limit has all of its matrices multiplied by
+K^-1/2: its gain is a product of at least two of their norms, and a sum of such products in
+attention, so it falls at least by K. Weights below their limits are not touched, to the bit, and
+the limits are functions of the weights alone, so a resumed run repeats the bits of one that was
+not interrupted.
+
+A constant has a meaning only beside the size of what it multiplies. Embeddings are therefore held
+to the length sqrt(M), that of a token behind a norm layer, M the width of the stream.
+
+``SETTINGS`` are those that a model of such a run has unless they are given. epsilon = 1 makes the
+norm layers 1-Lipschitz, at the price that they no longer remove the size of their input; scores are
+divided by the width, so that a branch with matrices of norm 1 has a gain of 3.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model.attention import Attention
+from fenchel.model.block import Block
+from fenchel.model.mlp import Mlp
+from fenchel.sensitivity.layers import (
+    ActivationLayer,
+    Chain,
+    GatedLayer,
+    LinearLayer,
+    NormLayer,
+    Residual,
+    SelfAttention,
+)
+from fenchel.sensitivity.perturbation import TokenLayer
+from fenchel.sensitivity.token_lipschitz import largest_stretch, logit_bound, token_bound
+
+ACTIVATION_NAMES = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+}
+"""MLPs with a known constant, and the names of their activations."""
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "mlp": tuple(ACTIVATION_NAMES),
+    "norm_place": ("pre",),
+    "positions": ("rotary", "learned", "sinusoidal", "alibi", "none"),
+    "rotary_scaling": (None,),
+    "choice": ("softmax",),
+    "layer_choices": ((),),
+    "beta": (1.0,),
+    "scores": ("dot",),
+    "temperature": ("none",),
+    "gate": ("none",),
+    "delta_layers": ((),),
+    "experts": (0,),
+    "shared_kv_layers": (0,),
+    "per_layer_width": (0,),
+    "embedding_width": (None,),
+    "distinct_layers": (None,),
+    "softcap": (None,),
+    "logit_softcap": (None,),
+    **dict.fromkeys(("first_norm", "final_norm", "lm_head"), (True,)),
+    **dict.fromkeys(
+        (
+            *("tied", "parallel", "qk_norm", "value_norm", "sinks", "sigma_reparam"),
+            *("keys_as_values", "layer_scale", "embedding_norm", "lm_head_transform"),
+            "norm_plus_one",
+        ),
+        (False,),
+    ),
+}
+"""Settings of a model, and the values for which its constant is known."""
+_MARGIN = 1e-4
+"""By how much weights are scaled further than to their limit: beyond the rounding of float32."""
+_TOKENS = 16
+"""Tokens that are attacked."""
+
+
+def default_settings(width: int) -> dict[str, Any]:
+    """The settings of a model with a certified constant, where none are given."""
+    return {
+        "epsilon": 1.0,
+        "norm_parameters": "none",
+        "mlp": "gelu",
+        "tied": False,
+        "residual_scale": "depth",
+        "score_scale": 1.0 / width,
+        "embedding_scale": 3.0,
+    }
+
+
+def require_known_constant(config: ModelConfig) -> None:
+    """Refuse a model whose Lipschitz constant is not known."""
+    for name, values in REQUIRED.items():
+        if (value := getattr(config, name)) not in values:
+            known = " or ".join(map(repr, values))
+            raise ValueError(
+                f"train.lipschitz has no Lipschitz constant for model.{name}={value!r}; "
+                f"it needs {known}."
+            )
+
+
+class Branch(NamedTuple):
+    """A residual branch as a layer, and the matrices that its gain is a product of."""
+
+    layer: Chain
+    matrices: tuple[Tensor, ...]
+
+
+def projection(model: nn.Module, limit: float | None) -> "LipschitzCap | None":
+    """What holds a model to train.lipschitz; None without a limit."""
+    if limit is None:
+        return None
+    assert isinstance(model, Transformer)
+    return LipschitzCap(model, limit)
+
+
+class LipschitzCap:
+    """Holds a model to the constant ``limit``; called after every step, and once before them."""
+
+    def __init__(self, model: Transformer, limit: float) -> None:
+        require_known_constant(model.config)
+        self.model, config = model, model.config
+        share = math.sqrt(1.0 + limit)
+        growth = share ** (1.0 / (2 * config.layers)) - 1.0
+        self.branch_limit = growth / config.branch_scale
+        self.head_limit = limit / share
+        self.longest_embedding = math.sqrt(config.width) / config.embedding_scale
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Scale the weights back to their limits."""
+        model, M = self.model, self.model.config.width
+        for branch in branches(model):
+            excess = float(token_bound(branch.layer, M).gain) / self.branch_limit
+            if excess > 1.0:
+                for matrix in branch.matrices:
+                    matrix.mul_((1.0 - _MARGIN) * excess**-0.5)
+        gain = float(token_bound(_norm_layer(model.norm), M).gain)
+        shorten_rows_(model.lm_head_weight, self.head_limit / gain / model.config.logit_scale)
+        shorten_rows_(model.embed.weight, self.longest_embedding)
+
+
+@torch.no_grad()
+def shorten_rows_(matrix: Tensor, longest: float) -> None:
+    """Scale the rows that are longer than ``longest`` down to it; others keep their bits.
+
+    >>> W = torch.tensor([[3.0, 4.0], [0.6, 0.8]])
+    >>> shorten_rows_(W, 2.0)
+    >>> W.norm(dim=1)
+    tensor([1.9998, 1.0000])
+    """
+    size = matrix.double().norm(dim=-1, keepdim=True)
+    factor = torch.where(size > longest, (1.0 - _MARGIN) * longest / size, 1.0)
+    matrix.mul_(factor.to(matrix.dtype))
+
+
+def branches(model: Transformer) -> Iterator[Branch]:
+    """Attention and MLP of every block, in order."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention)  # by REQUIRED
+        assert isinstance(mlp, Mlp)
+        layers = _norm_layer(block.attention_norm), _attention_layer(attention)
+        yield Branch(Chain(layers), (attention.qkv.weight, attention.out.weight))
+        maps = (mlp.up, mlp.down) if mlp.gate is None else (mlp.gate, mlp.up, mlp.down)
+        name = ACTIVATION_NAMES[model.config.mlp]
+        yield Branch(
+            Chain((_norm_layer(block.mlp_norm), *_mlp_layers(mlp, name))),
+            tuple(part.weight for part in maps),
+        )
+
+
+def _norm_layer(module: nn.Module | None) -> NormLayer:
+    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    return NormLayer(module.weight, getattr(module, "bias", None), module.eps, kind)
+
+
+def _attention_layer(module: Attention) -> SelfAttention:
+    D, bias = module.head_width, module.qkv.bias
+    rows = torch.split_with_sizes(module.qkv.weight, module.rows)
+    W_Q, W_K, W_V = (W.view(-1, D, W.shape[-1]).mT for W in rows)
+    b_Q = b_K = b_V = None
+    if bias is not None:
+        b_Q, b_K, b_V = (b.view(-1, D) for b in torch.split_with_sizes(bias, module.rows))
+    W_O = module.out.weight.mT
+    return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=(b_Q, b_K, b_V))
+
+
+def _mlp_layers(mlp: Mlp, name: str) -> tuple[TokenLayer, ...]:
+    up, down = mlp.up, LinearLayer(mlp.down.weight.mT, mlp.down.bias)
+    if mlp.gate is None:
+        return LinearLayer(up.weight.mT, up.bias), ActivationLayer(name), down
+    biases = mlp.gate.bias, up.bias
+    return GatedLayer(mlp.gate.weight.mT, up.weight.mT, name, biases), down
+
+
+@torch.no_grad()
+def certified_constant(model: Transformer) -> float:
+    """An upper bound of how far a logit moves when no token embedding moves further than 1."""
+    require_known_constant(model.config)
+    scale = model.config.branch_scale
+    stages = [Residual(branch.layer, scale=scale) for branch in branches(model)]
+    head = LinearLayer(model.config.logit_scale * model.lm_head_weight.double().mT)
+    return logit_bound([*stages, _norm_layer(model.norm)], head, model.config.width)
+
+
+def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[str, float]:
+    """The limit of a run, the certified constant, and the largest stretch that was found.
+
+    The attack begins at the embeddings of the first ids, in float64 on the CPU.
+    """
+    certified = certified_constant(model)
+    wide = copy.deepcopy(model).cpu().double().eval()
+    text = torch.from_numpy(np.asarray(ids[:_TOKENS], dtype=np.int64))[None]
+    given: list[Tensor] = []
+
+    def logits(X: Tensor) -> Tensor:
+        handle = wide.blocks[0].register_forward_pre_hook(lambda _, args: (X[None], *args[1:]))
+        try:
+            out: Tensor = wide(text)[0]
+        finally:
+            handle.remove()
+        return out
+
+    handle = wide.blocks[0].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    with torch.no_grad():
+        wide(text)
+    handle.remove()
+    X = given[0][0]
+    found = largest_stretch(logits, X, wide.lm_head_weight)
+    return {
+        "limit": limit,
+        "certified": certified,
+        "attacked": found.gain,
+        "embedding": float(X.norm(dim=-1).mean()),
+    }
