@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fenchel.choice import Capped as Capped
     from fenchel.choice import Entmax as Entmax
     from fenchel.choice import Hard as Hard
+    from fenchel.choice import Sigmoid as Sigmoid
     from fenchel.choice import Softmax as Softmax
     from fenchel.choice import Sparsemax as Sparsemax
     from fenchel.choice import kkt as kkt
@@ -98,6 +99,7 @@ _PACKAGE_OF = {
     "Capped": "choice",
     "Entmax": "choice",
     "Hard": "choice",
+    "Sigmoid": "choice",
     "Softmax": "choice",
     "Sparsemax": "choice",
     "kkt": "choice",

@@ -37,6 +37,8 @@ def main() -> int:
     """Run the command line of this process and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may ignore it
         signal.signal(signal.SIGINT, _Interrupt())
+    if sys.platform == "darwin":  # read by torch: what MPS lacks runs on the CPU, and torch says so
+        os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     try:
         from fenchel.cli import main as run
 

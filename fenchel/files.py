@@ -19,12 +19,10 @@ or a socket is neither followed nor replaced. ``write_atomic`` refuses them too.
     Busy            another process writes to the folder
     StorageFailed   a run could not save its work
 
-Locks are those of ``flock`` and end with their process, so this module, and with it training, runs
-on Linux and macOS and not on Windows.
+Locks end with their process. What depends on the system is in ``fenchel/operating_system.py``.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -43,6 +41,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unicodedata import category
+
+from fenchel.operating_system import SYSTEM
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
@@ -97,7 +97,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
     """
     writing = flags & (os.O_WRONLY | os.O_RDWR)
     try:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        handle = SYSTEM.open(path, flags)
     except OSError as error:
         if error.errno in _ABSENT and not (error.errno == errno.ENOENT and flags & os.O_CREAT):
             raise Damaged(f"{path} is missing or not a plain file.") from None
@@ -140,12 +140,8 @@ def sha256(path: Path) -> str:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with errors_name(path):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+    with errors_name(path):
+        SYSTEM.sync(path)
 
 
 def require_output(
@@ -268,7 +264,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         with full_disk_as_no_space(path), errors_name(path):
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             sync(temporary)
-            temporary.replace(path)
+            SYSTEM.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -301,7 +297,7 @@ def committed(
                 raise OSError(errno.ENOENT, "a file of another process is missing", missing[0])
             sealed = {**header, "files": contents}
             write_atomic(temporary / MANIFEST, _text({**sealed, "seal": _seal(sealed)}))
-            temporary.rename(path)
+            SYSTEM.rename(temporary, path)
     except BaseException:
         _remove(temporary)
         raise
@@ -438,7 +434,7 @@ def full_disk_as_no_space(path: Path) -> Iterator[None]:
 
 def discard(folder: Path) -> None:
     """Delete a folder. It is renamed first: a crash cannot leave half of it under its name."""
-    _remove(folder.rename(_temporary_path(folder)))
+    _remove(SYSTEM.rename(folder, _temporary_path(folder)))
 
 
 def sweep(folder: Path, ours: Callable[[str], object]) -> None:
@@ -459,9 +455,9 @@ def sweep_beside(path: Path, names: Collection[str]) -> None:
     """
     for stray in path.parent.glob(f"{escape(path.name)}.tmp-*"):
         process = _TEMPORARY.fullmatch(stray.suffix)
-        if process is None or _alive(int(process[1])):
+        if process is None or SYSTEM.process_exists(int(process[1])):
             continue
-        with suppress(OSError), _folder_lock(stray):
+        with suppress(OSError), SYSTEM.lock_folder(stray):
             inside = {_TEMPORARY.sub("", file.name) for file in stray.iterdir()}
             if inside <= set(names):
                 _remove(stray)
@@ -473,25 +469,16 @@ def _marked_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True)
     with ExitStack() as stack:
         with suppress(OSError):  # some file systems lock no folders; those are not swept
-            stack.enter_context(_folder_lock(folder))
+            stack.enter_context(SYSTEM.lock_folder(folder))
         yield
-
-
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of ``folder``; nothing is written."""
     try:
         with open_regular(folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            SYSTEM.lock(file.fileno(), shared=True)
+            SYSTEM.unlock(file.fileno())
     except BlockingIOError:
         return True
     except (OSError, ValueError):  # there is no lock, or none that a run would take
@@ -513,7 +500,7 @@ def locked(folder: Path) -> Iterator[None]:
     with open_regular(path, os.O_RDWR | os.O_CREAT) as file:
         try:
             with errors_name(path):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                SYSTEM.lock(file.fileno())
         except BlockingIOError:
             raise _busy(folder, file.fileno()) from None
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
@@ -536,22 +523,13 @@ def _busy(folder: Path, handle: int) -> Busy:
 def _lock_holder(handle: int) -> str:
     """The holder of a lock. It writes its name just after locking, over one that may be dead."""
     for _ in range(200):
-        name = os.pread(handle, 512, 0).decode(errors="replace")
+        name = SYSTEM.read_start(handle, 512).decode(errors="replace")
         match = re.fullmatch(r"process (\d+) on (.*)", name)
-        if match and (match[2] != socket.gethostname() or _alive(int(match[1]))):
+        here = match is not None and match[2] == socket.gethostname()
+        if match and (not here or SYSTEM.process_exists(int(match[1]))):
             return name
         time.sleep(0.02)
     return "another process"
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        return True
-    return True
 
 
 def _temporary_path(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The private names of torch that fenchel uses, and what differs between its versions.
+"""The private names of torch that fenchel uses, and what differs between versions and devices.
 
 torch 2.11 to 2.15 have all of these names, and no other file of the package uses one
 (tests/test_torch_internals.py). A name that is missing in another version is an ImportError in one
@@ -121,6 +121,15 @@ def has_no_values(t: Tensor) -> bool:
 def autocast_enabled(device: str) -> bool:
     """Whether torch.autocast is on for a type of device; "meta" has none."""
     return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """``x`` in float64, on its device or, where that has no float64 (MPS), on the CPU.
+
+    >>> to_float64(torch.ones(2)).dtype
+    torch.float64
+    """
+    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
