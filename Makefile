@@ -32,9 +32,20 @@ fuzz: $(VENV)/.dev
 	for name in bounds faults hostile_directories hostile_requests; do $(BIN)/python -m tests.fuzz.$$name || exit 1; done
 
 # The site of the documentation, into site/; site/index.html opens without a server.
-docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+# make docs COURSE=1 puts the web edition of the lessons inside, which takes minutes.
+docs: $(VENV)/.docs $(if $(COURSE),$(VENV)/.learn)
+	COURSE=$(COURSE) $(BIN)/python docs/site.py build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs build/site site
+	$(if $(COURSE),rm -rf site/course && $(BIN)/fenchel learn --freeze site/course)
 	@echo "Open site/index.html in a browser."
+
+# The pictures of the gallery, by the commands that docs/pictures.py lists, in Chromium.
+pictures: $(VENV)/.dev
+	$(BIN)/python docs/pictures.py
+
+# Wheel and sdist, into dist/: built, checked, installed into a new environment and used there.
+dist: $(VENV)/.dist
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.wheel dist
 
 # The web edition of the lessons, into course/; course/index.html opens without a server.
 course: $(VENV)/.learn
@@ -54,6 +65,11 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[dev]' $(PINS)
 	touch $@
 
+$(VENV)/.dist: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet build twine
+	touch $@
+
 $(VENV)/.learn: $(VENV)/.demo
 	@echo "Installing what the lessons need into $(VENV), once."
 	$(BIN)/pip install --quiet --editable '.[learn]' $(PINS)
@@ -64,4 +80,4 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 
-.PHONY: demo test lint kernels bench fuzz docs course lesson-model
+.PHONY: demo test lint kernels bench fuzz docs pictures dist course lesson-model
