@@ -16,6 +16,7 @@ from torch import Tensor
 from fenchel.checkpoints import Progress, run_checkpoint
 from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
+from fenchel.operating_system import SYSTEM
 from fenchel.optim import OptimConfig, build_beta2, build_optimiser, build_schedule
 from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 
@@ -53,11 +54,8 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def usual_signals() -> Iterator[None]:
     """A shell that starts us in the background has us ignore Ctrl-C, and nohup a hang-up."""
-    usual = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGHUP: signal.SIG_DFL,
-        signal.SIGTERM: signal.SIG_DFL,
-    }
+    usual = dict.fromkeys(SYSTEM.stop_signals, signal.SIG_DFL)
+    usual[signal.SIGINT] = signal.default_int_handler
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
@@ -73,7 +71,8 @@ def require_device(path: str) -> None:
 def null_device() -> Iterator[None]:
     """Every test leaves /dev/null a device."""
     yield
-    require_device(os.devnull)
+    if os.name == "posix":
+        require_device(os.devnull)
 
 
 Draw = Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs are true: their Python runs, their commands and links exist.
+"""README, the pages beside it and docs are true: their Python runs, their commands and links exist.
 
 Every ``python`` block is executed, the blocks of a page one after another in one namespace, in a
 folder that holds ``speech.txt``, a run ``runs/demo`` and the same model as a Hugging Face directory
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 
 import fenchel
 from fenchel.cli import COMMANDS, app, main
@@ -26,7 +25,13 @@ from fenchel.cli.console import settings_from
 from fenchel.pipeline import settings
 
 ROOT = Path(fenchel.__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HISTORY = ROOT / "docs/log/2026-11-18-what-changed-before-the-first-release.md"
+"""Names and flags that are no more."""
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("examples", "benchmarks")),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if path != HISTORY),
+]
 NOT_RUN = {
     "docs/serve.md": ["it needs a server"] * 2,
 }
@@ -51,22 +56,6 @@ class Block(NamedTuple):
 
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert not [page for page in sorted(pages) if f": {page}\n" not in navigation]
-
-
-def test_the_site_takes_its_scripts_and_its_search_from_itself() -> None:
-    """Material's "offline" loads a worker from the network unless one of this name is given."""
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert "offline" in site["plugins"]
-    assert any("iframe-worker" in script for script in site["extra"]["polyfills"])
-    for name in (*site["extra"]["polyfills"], *site["extra_css"]):
-        assert (ROOT / "docs" / name).is_file()
-    assert all("toggle" in palette for palette in site["theme"]["palette"])
 
 
 def blocks(page: Path) -> list[Block]:

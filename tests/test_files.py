@@ -281,7 +281,7 @@ def test_a_folder_is_not_taken_while_its_writer_holds_it_though_its_process_is_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from another container: its process has no number here."""
-    monkeypatch.setattr(files, "_alive", lambda _: False)
+    monkeypatch.setattr(files.SYSTEM, "process_exists", lambda _: False)
     with committed(tmp_path / "tokens", {}) as fresh:
         (fresh / "train.bin").write_bytes(b"ids")
         sweep_beside(tmp_path / "tokens", {"train.bin"})
@@ -559,7 +559,7 @@ def test_a_lock_ends_with_its_block_however_that_ends(tmp_path: Path) -> None:
 def test_a_lock_on_a_folder_that_was_taken_away_is_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.fcntl, "flock", lambda *_: (tmp_path / "run.lock").unlink())
+    monkeypatch.setattr(files.SYSTEM, "lock", lambda *_: (tmp_path / "run.lock").unlink())
     with pytest.raises(Busy, match="taken away"), locked(tmp_path):
         pass
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import math
 import re
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import fenchel
-from fenchel.lessons.course import COURSE, lesson
+from fenchel.lessons.course import COURSE
 from fenchel.model import ModelConfig, Transformer
 
 ROOT = Path(fenchel.__file__).parents[1]
@@ -83,6 +84,7 @@ def test_functions_exist() -> None:
     names = {name for one in reference.requirements() for name in one.functions}
     names |= {one.function for one in reference.CONCEPTS}
     names |= {f"fenchel.evaluate.diagnostics.{one.detect.__name__}" for one in reference.PITFALLS}
+    names |= {one.detector for one in reference.mistakes()}
     assert len(names) > 90
     for name in names:
         resolve(name)
@@ -193,10 +195,30 @@ def test_every_id_of_a_page_has_its_phrases() -> None:
     assert [one.id for one in reference.requirements() if by_words in one.tests] == list(PHRASES)
 
 
-def test_concepts_have_lessons_and_words_are_in_order() -> None:
-    for one in reference.CONCEPTS:
-        assert lesson(one.lesson) in COURSE
+def test_concepts_words_and_pitfalls_have_lessons() -> None:
+    named = {one.name: one.lesson for one in (*reference.CONCEPTS, *reference.mistakes())}
+    named |= {word: name for word, (_, name) in reference.GLOSSARY.items() if name}
+    named |= reference.DOCTOR_LESSONS
+    lessons = {each.name for each in COURSE}
+    assert {what: name for what, name in named.items() if name not in lessons} == {}
     assert len({one.name for one in reference.CONCEPTS}) == len(reference.CONCEPTS)
+    assert reference.DOCTOR_LESSONS.keys() == {one.name for one in reference.PITFALLS}
+    page = (ROOT / "docs" / "quick_reference.md").read_text()
+    assert all(f"| {one.name} |" in page for one in reference.CONCEPTS), "no part is left out"
+
+
+@pytest.mark.parametrize("mistake", reference.mistakes(), ids=lambda mistake: mistake.name)
+def test_a_detector_finds_its_mistake(mistake: Any) -> None:
+    assert mistake.detector.split(".")[-1] in mistake.shows
+    assert "assert" in mistake.shows
+    resolve(mistake.detector)
+    seed = torch.Generator().manual_seed(0)
+    exec(mistake.shows, {"torch": torch, "math": math, "fenchel": fenchel, "seed": seed})
+
+
+def test_there_are_thirty_pitfalls_with_names_of_their_own() -> None:
+    names = [one.name for one in (*reference.PITFALLS, *reference.mistakes())]
+    assert len(set(names)) == len(names) >= 30
 
 
 @pytest.mark.parametrize("page", sorted(reference.PAGES))
@@ -206,10 +228,17 @@ def test_a_page_is_what_the_code_writes(page: str) -> None:
 
 
 def test_the_errata_page_has_every_erratum() -> None:
-    page = (ROOT / "docs" / "errata.md").read_text()
-    assert re.findall(r"^\*\*(E\d+)\.\*\*", page, re.MULTILINE) == [
-        f"E{n:02}" for n in range(1, ERRATA + 1)
-    ]
+    ids = [name for one in reference.errata() for name in one.ids] + [*reference.errata_elsewhere()]
+    assert sorted(ids, key=lambda name: int(name[1:])) == [f"E{n:02}" for n in range(1, ERRATA + 1)]
+    pages = {one.id: one.pages for one in reference.requirements()}
+    for name, page in reference.errata_elsewhere().items():
+        assert page in pages[name]
+    for one in reference.errata():
+        assert all(each.strip().endswith((".", ":", "?", "]", ")")) for each in one[1:]), one
+        lessons = {name for id_ in one.ids for name in reference.lessons_of().get(id_, [])}
+        assert lessons or all(pages[id_] for id_ in one.ids), one.ids
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("errata.md", "pitfalls.md"))
+    assert not re.search(r"\bE\d\d|\b[A-Z]{2}-\d\d\b", text)
 
 
 def test_the_shapes_of_the_notation_are_those_of_the_code() -> None:

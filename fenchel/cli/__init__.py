@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGINT, SIGPIPE
+from signal import SIGINT
 from typing import Any
 
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, UnknownCommandError
@@ -24,6 +24,7 @@ from fenchel import __version__
 from fenchel.cli.console import OutputClosed, break_lines, may_close, width_of
 from fenchel.config import did_you_mean
 from fenchel.files import Notice, StorageFailed, describe, printable, require_output
+from fenchel.operating_system import EXIT_OF_CLOSED_PIPE
 
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OutputClosed:
-            return 128 + SIGPIPE
+            return EXIT_OF_CLOSED_PIPE
         return code
 
 

@@ -74,7 +74,7 @@ def run(
         from fenchel.inspection.trace import tokenize_text
         from fenchel.interpretability import ablate
 
-        on, _ = device_and_dtype(device)
+        on, _ = device_and_dtype(device, float64=True)
         subject = open_model(directory)
         subject.model.to(on)
         words = tokenize_text(subject, text, max_tokens)

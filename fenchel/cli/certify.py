@@ -30,6 +30,7 @@ def run(
     radius: float | None = None,
     norm: Literal["fro", "token", "all", "one"] | None = None,
     decision: Switch = False,
+    lipschitz: Switch = False,
     keep: Whole = 1,
     budget: Words | None = None,
     out: Path | None = None,
@@ -51,7 +52,8 @@ def run(
     the text itself, the largest norm found in the ball with the point that attains it, and a bound
     that no point of the ball exceeds. The ball is around the input of attention, after its norm
     layer. With --decision, for every position, how far the embeddings may move before the next
-    token changes: a radius within which none does, and one at which an attack succeeds.
+    token changes: a radius within which none does, and one at which an attack succeeds. With
+    --lipschitz, how far any logit can move for any text when no embedding moves further than 1.
 
     Parameters
     ----------
@@ -66,6 +68,9 @@ def run(
         each of them; "one", with --decision: the last token of each prefix alone.
     decision
         Certify the next token at every position, instead of layers.
+    lipschitz
+        A Lipschitz constant of the logits, from the weights alone, beside the largest stretch that
+        an attack found from the text; as a sentence, without a page.
     keep
         With --decision: this many of the likeliest tokens must stay so.
     budget
@@ -92,6 +97,18 @@ def run(
     seed
         The same seed gives the same numbers.
     """
+    if lipschitz:
+        given = (radius, norm, budget, out, layers, device)
+        if any((decision, heads, blocks, *(x is not None for x in given))) or (
+            keep,
+            steps,
+            restarts,
+            failure,
+            dtype,
+            seed,
+        ) != (1, 20, 1, 1e-9, "float64", 0):
+            raise ValueError("--lipschitz reads --text, --max-tokens and --json only.")
+        return _constant(directory, text, max_tokens or 16, json=json)
     chosen = numbers(layers, "--layers")
     target = out if json else out or PAGE
     _require_flags(
@@ -139,7 +156,7 @@ def run(
                 progress=console.progress,
             )
         else:
-            on, kind = device_and_dtype(device, dtype)
+            on, kind = device_and_dtype(device, dtype, float64=True)
             assert kind is not None
             assert radius is not None
             certification = certify_model(
@@ -173,6 +190,26 @@ def run(
     return 0
 
 
+def _constant(directory: Path, text: str, max_tokens: int, *, json: bool) -> int:
+    """Print the Lipschitz constant of the logits, from both sides."""
+    require_inputs(directory, text)
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.inspection import certify_text_constant, open_model
+
+        found = certify_text_constant(open_model(directory), text, max_tokens=max_tokens)
+    if json:
+        print(json_format.dumps(found._asdict()))
+    else:
+        print(
+            f"certified  {found.certified:.6g}   no logit moves further when no token embedding "
+            f"moves further than 1\nattacked   {found.attacked:.6g}   the largest stretch found\n"
+            f"embedding  {found.embedding:.6g}   mean length of one"
+        )
+    return 0
+
+
 def _require_flags(
     decision: bool,
     radius: float | None,
@@ -183,7 +220,9 @@ def _require_flags(
 ) -> None:
     """Refuse a flag that the chosen kind of certificate does not read."""
     if not decision and radius is None:
-        raise ValueError("give --radius R to certify layers, or --decision for the next token.")
+        raise ValueError(
+            "give --radius R to certify layers, --decision for the next token, or --lipschitz."
+        )
     other = of_layers if decision else of_decision
     if given := next((name for name, is_given in other.items() if is_given), None):
         raise ValueError(f"{given} is read {'without' if decision else 'with'} --decision only.")

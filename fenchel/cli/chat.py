@@ -26,6 +26,7 @@ from cyclopts import Parameter
 
 from fenchel.cli.console import (
     CheckpointPath,
+    Console,
     DtypeName,
     Whole,
     Words,
@@ -57,6 +58,7 @@ HELP = {
     "/settings [NAME=VALUE]": "show the settings, or change those of sampling",
     "/system [TEXT]": "replace the system message, or remove it",
     "/undo": "remove the last message and its answer",
+    "/why LAYER.HEAD[:N]": "why a head attends there, for token N of the last answer",
     '"""': "begin or end a message of several lines",
     "//": "begin a message with a slash",
 }
@@ -134,7 +136,7 @@ def run(
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
-        "cpu", "cuda" or "cuda:1"; the GPU where there is one.
+        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
     dtype
         Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
         instructions for it.
@@ -205,6 +207,9 @@ def run(
             f"The conversation has {tokens:,} tokens and the model reads "
             f"{model.config.context:,}: from here on it does not see the first "
             f"{count(turns, 'turn')}."
+        ),
+        on_missing=lambda words: say(
+            f"The conversation has no text {printable(words, 60)!r} to emphasise."
         ),
     )
     if from_checkpoint and not json:
@@ -336,6 +341,8 @@ class Repl:
                 self._settings(rest)
             case "/attention":
                 self._attention(rest)
+            case "/why":
+                self._why(rest)
         return True
 
     def _print_answer(self, answer: "Callable[[Callable[[str], None]], Answer]") -> None:
@@ -418,14 +425,11 @@ class Repl:
 
         if number and not (number.isdecimal() and int(number)):
             raise ValueError(f"/attention takes a number of tokens, got {printable(number)!r}.")
-        conversation, answer = self.conversation, self.conversation.last
-        if conversation.decoder_start is not None:
-            raise ValueError("/attention needs a decoder without an encoder; see --attention.")
-        if answer is None or answer.start == len(answer.ids):
-            raise ValueError("there is no answer whose attention could be shown.")
+        conversation, answer = self.conversation, self._last_answer("/attention")
         steering = conversation.settings.steering
-        if steering is not None and steering.emphasis is not None:
-            raise ValueError("the attention of an answer with --emphasise is not traced.")
+        if steering is not None and steering.changes_attention:
+            flags = "--emphasise, --head-beta or --head-choice"
+            raise ValueError(f"the attention of an answer with {flags} is not traced.")
         ids = answer.ids[: answer.start + int(number or TRACED)]
         traces = trace_text(
             conversation.model,
@@ -440,6 +444,34 @@ class Repl:
             say("p and rank are those of the steered model, before --token-kl.")
         if len(ids) < len(answer.ids):
             say(f"The first {len(traces):,} of {len(answer.ids) - answer.start:,} tokens.")
+
+    def _why(self, place: str) -> None:
+        from fenchel.cli.inspect import head_and_tokens
+        from fenchel.cli.inspection_tables import why_table
+        from fenchel.interpretability import score_parts
+
+        layer, head, number, key = head_and_tokens(place, "/why")
+        conversation, answer = self.conversation, self._last_answer("/why")
+        if conversation.settings.steering is not None:
+            raise ValueError("/why takes scores apart that nothing steers; leave out the steering.")
+        length = len(answer.ids) - answer.start
+        number = length if number == -1 else number
+        if not 1 <= number <= length:
+            raise ValueError(f"the last answer has tokens 1 to {length}, and no {number}.")
+        ids = answer.ids[: answer.start + number - 1]  # token N is drawn after the one before it
+        parts = score_parts(conversation.model, ids, layer, head, key=key)
+        tokenizer = conversation.tokenizer
+        tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        Console(quiet=self.json).terminal.print(why_table(parts, tokens))
+
+    def _last_answer(self, command: str) -> "Answer":
+        """The answer that a command is about."""
+        conversation, answer = self.conversation, self.conversation.last
+        if conversation.decoder_start is not None:
+            raise ValueError(f"{command} needs a decoder without an encoder.")
+        if answer is None or answer.start == len(answer.ids):
+            raise ValueError("there is no answer whose attention could be shown.")
+        return answer
 
     def _print(self, text: str) -> None:
         """A result of a command; with --json standard output is for answers alone."""

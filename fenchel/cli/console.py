@@ -50,6 +50,7 @@ from rich.text import Text
 from fenchel.config import assign, parse_toml, parse_value
 from fenchel.files import Notice, printable
 from fenchel.hub_cache import find_checkpoint, require_checkpoint
+from fenchel.operating_system import SYSTEM
 
 if TYPE_CHECKING:
     import torch
@@ -84,15 +85,18 @@ Switch = Annotated[bool, Parameter(negative="")]
 Json = Annotated[Switch, Parameter(help="Print one JSON object instead of text.")]
 """--json."""
 Device = Annotated[
-    str | None, Parameter(help='"cpu", "cuda" or "cuda:1"; the GPU by default where there is one.')
+    str | None,
+    Parameter(help='"cpu", "cuda", "cuda:1" or "mps"; the GPU by default where there is one.'),
 ]
 """--device."""
 
 
 def device_and_dtype(
-    device: str | None, dtype: DtypeName | None = None
+    device: str | None, dtype: DtypeName | None = None, *, float64: bool = False
 ) -> "tuple[torch.device, torch.dtype | None]":
     """The flags --device and --dtype: the best device where none is named, and None for a dtype.
+
+    ``float64`` is for commands that measure in it, on whatever dtype: MPS does not serve them.
 
     >>> device_and_dtype("cpu", "bfloat16")
     (device(type='cpu'), torch.bfloat16)
@@ -101,7 +105,8 @@ def device_and_dtype(
 
     from fenchel.train import select_device
 
-    return select_device(device or "auto"), None if dtype is None else getattr(torch, dtype)
+    on = select_device(device or "auto", float64=float64 or dtype == "float64")
+    return on, None if dtype is None else getattr(torch, dtype)
 
 
 def load_checkpoint(
@@ -186,18 +191,19 @@ def outlive_output() -> None:
 
 @contextmanager
 def _sighup_as_interrupt() -> Iterator[None]:
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup ignores it
+    hangup = SYSTEM.hangup
+    if hangup is None or signal.getsignal(hangup) is not signal.SIG_DFL:  # nohup ignores it
         yield
         return
     try:
-        signal.signal(signal.SIGHUP, _interrupt)
+        signal.signal(hangup, _interrupt)
     except ValueError:  # handlers can be set only in the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(hangup, signal.SIG_DFL)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
@@ -239,7 +245,7 @@ class _Output:
 
     def _discard(self, error: OSError) -> None:
         terminal = error.errno == errno.EIO and self._on_terminal
-        if self.needed and error.errno != errno.EPIPE and not terminal:
+        if self.needed and error.errno not in SYSTEM.closed_pipe and not terminal:
             raise error
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())  # buffered output is discarded too

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from fenchel.cli.console import CheckpointPath, DtypeName, Json, Switch, require_inputs
+from fenchel.cli.steer import NO_DIRECTION, DirectionFlags
 from fenchel.files import printable, require_output
 
 
@@ -16,11 +17,16 @@ def run(
     dtype: DtypeName | None = None,
     which: Literal["best", "newest"] = "best",
     adapter: CheckpointPath | None = None,
+    steering: DirectionFlags = NO_DIRECTION,
     peft: Switch = False,
     force: Switch = False,
     json: Json = False,
 ) -> int:
     """Write a run or a checkpoint as a Hugging Face directory.
+
+    With --steer the direction is written into the weights, as a bias of the last matrix of its
+    block: any program that reads the directory computes the steered model. That needs a family of
+    checkpoints with such biases, as Llama (mlp_bias) and GPT-2 have them.
 
     Parameters
     ----------
@@ -41,22 +47,32 @@ def run(
         Replace OUT, where it is a directory that fenchel has written and holds nothing else.
     """
     require_inputs(directory)
-    require_output(out, folder=True, reads=[directory, adapter])
+    require_output(out, folder=True, reads=[directory, adapter, steering.steer])
 
     import torch
 
     from fenchel.checkpoints import convert, convert_to_peft
 
     if peft:
-        if dtype is not None or adapter is not None:
-            raise ValueError("--peft writes adapters as they are: no --dtype or --adapter with it.")
+        if dtype is not None or adapter is not None or steering != NO_DIRECTION:
+            raise ValueError(
+                "--peft writes adapters as they are: no --dtype, --adapter or --steer with it."
+            )
         count = convert_to_peft(directory, out, which=which, overwrite=force)
         record = {"out": str(out), "adapters": count}
         shown = f"{printable(out, 4096)}: adapters of {count:,} numbers"
         print(json_format.dumps(record) if json else shown)
         return 0
     kind = None if dtype is None else getattr(torch, dtype)
-    result = convert(directory, out, dtype=kind, which=which, adapter=adapter, overwrite=force)
+    result = convert(
+        directory,
+        out,
+        dtype=kind,
+        which=which,
+        adapter=adapter,
+        change=None if steering == NO_DIRECTION else steering.steered,
+        overwrite=force,
+    )
     name = str(result.dtype).removeprefix("torch.")
     if json:
         record = {"out": str(out), "family": result.family, "parameters": result.parameters}

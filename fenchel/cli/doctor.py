@@ -86,13 +86,11 @@ def _answer(directory: Path, checked: dict[str, dict[str, str]], intact: bool) -
 
 def machine() -> dict[str, Any]:
     """Versions, device, and the speed of one training step of the default model."""
-    import torch
-
     from fenchel.pipeline import speed
     from fenchel.report.html import pluralise
-    from fenchel.train import environment
+    from fenchel.train import environment, select_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = select_device()
     pace, tokens = speed()
     facts = environment(device)
     return {
@@ -120,8 +118,9 @@ def backends() -> dict[str, dict[str, str]]:
 
     from fenchel.attention import AttentionSpec, Causal, backend_support, selected_backend
     from fenchel.choice import MAPS, by_name
+    from fenchel.train import select_device
 
-    q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+    q = torch.zeros(1, 2, 4, 8, device=select_device())
     rows = {}
     for name in MAPS:
         call = AttentionSpec(choice=by_name(name), prior=Causal())

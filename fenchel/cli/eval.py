@@ -21,7 +21,7 @@ from fenchel.cli.console import (
     text_path,
     width_of,
 )
-from fenchel.cli.steer import DirectionFlags
+from fenchel.cli.steer import NO_DIRECTION, DirectionFlags
 from fenchel.files import printable, require_output
 from fenchel.hub_cache import model_name
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
         Score,
         TextEvaluation,
     )
-
-
-NOT_STEERED = DirectionFlags()
 
 
 def run(
@@ -53,7 +50,7 @@ def run(
     save: Switch = False,
     page: Path | None = None,
     adapter: CheckpointPath | None = None,
-    steering: DirectionFlags = NOT_STEERED,
+    steering: DirectionFlags = NO_DIRECTION,
     device: Device = None,
     dtype: DtypeName | None = None,
     json: Json = False,
@@ -139,12 +136,11 @@ def run(
         how["progress"] = console.progress
 
         def evaluate(
-            path: Path, adapter: Path | None = None, flags: DirectionFlags = NOT_STEERED
+            path: Path, adapter: Path | None = None, flags: DirectionFlags = NO_DIRECTION
         ) -> "tuple[TextEvaluation, str]":
             """The result of a model and how its texts begin, in words."""
             model, tokenizer, _ = load_checkpoint(path, *place, adapter)
-            direction = flags.direction(model)
-            model = model if direction is None else direction.added_to(model)
+            model = flags.steered(model)
             choice = prediction_map(path)
             measured = evaluate_text(model, tokenizer, source, name=str(path), choice=choice, **how)
             return measured, describe_beginning(tokenizer)

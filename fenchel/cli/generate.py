@@ -129,7 +129,7 @@ def run(
     adapter
         A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
-        "cpu", "cuda" or "cuda:1"; the GPU where there is one.
+        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
     dtype
         Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
         instructions for it.

@@ -104,7 +104,7 @@ def run(
 
         from fenchel.inspection import inspect, open_model
 
-        on, _ = device_and_dtype(device)
+        on, _ = device_and_dtype(device, float64=True)
         subject = open_model(directory)
         parts = None if place is None else _score_parts(subject, text, max_tokens, place)
         result = inspect(
@@ -146,7 +146,7 @@ def run(
     return 0
 
 
-def head_and_tokens(words: str) -> tuple[int, int, int, int | None]:
+def head_and_tokens(words: str, name: str = "--why") -> tuple[int, int, int, int | None]:
     """ "2.1:17:3" as layer, head, query and key; -1 for the last query, None for the largest key.
 
     >>> head_and_tokens("2.1"), head_and_tokens("2.1:17:3")
@@ -154,7 +154,7 @@ def head_and_tokens(words: str) -> tuple[int, int, int, int | None]:
     """
     found = re.fullmatch(r"(\d{1,6})\.(\d{1,6})(?::(\d{1,9}))?(?::(\d{1,9}))?", words.strip())
     if found is None:
-        raise ValueError(f"--why takes LAYER.HEAD or LAYER.HEAD:QUERY[:KEY]; got {words!r}.")
+        raise ValueError(f"{name} takes LAYER.HEAD or LAYER.HEAD:QUERY[:KEY]; got {words!r}.")
     layer, head, query, key = (None if group is None else int(group) for group in found.groups())
     assert layer is not None
     assert head is not None

@@ -96,16 +96,17 @@ def tables(result: Inspection) -> Iterator[Table]:
     ranked = sorted(result.heads, key=lambda head: -head.sigma["qkv"].lower)
     shown = ranked[:_HEADS]
     title = f"the {len(shown)} most sensitive of {len(ranked)} heads"
-    yield _measured([one for one in HEAD if one.name in _OF_HEAD], shown, title, _HEAD_LEGEND)
+    names = {*_OF_HEAD, *(("alpha",) if any(head.alpha is not None for head in shown) else ())}
+    yield _measured([one for one in HEAD if one.name in names], shown, title, _HEAD_LEGEND)
     if result.network is not None:
         yield _network(result.network)
     if result.why is not None:
-        yield _why(result.why, result.tokens)
+        yield why_table(result.why, result.tokens)
     if result.certificates is not None:
         yield from certificate_tables(result.certificates, result.tokens)
 
 
-def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
+def why_table(why: ScoreParts, tokens: Sequence[str]) -> Table:
     """The parts of a score, the largest of either side first."""
     names = [escape(printable(repr(tokens[at]), 40)) for at in (why.query, why.key)]
     title = (
@@ -121,6 +122,8 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Table:
     )
     if why.prior is not None:
         legend += f"; the position bias adds {why.prior:+.3f} beside the score"
+    if why.sink is not None:
+        legend += f"; the sink has weight {why.sink:.3f}, and the mean is that of the keys"
     if why.softcap is not None:
         legend += f"; scores are capped at {why.softcap:g} after this"
     table = plain_table(title, ["part", "of the query", "of the key"], legend)
@@ -216,7 +219,9 @@ def decision_table(result: DecisionCertification) -> Table:
     keep = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
     title = f"decisions about {keep}; moved: {_MOVES[result.norm]}"
     title += "" if result.complete else " (ended by --budget)"
-    shown = [one for one in DECISION if one.name != "rival"]
+    vacuous = sum(row.vacuous for row in result.rows)
+    title += f" ({vacuous} vacuous)" if vacuous else ""
+    shown = [one for one in DECISION if one.name not in ("rival", "loses most")]
     return _measured(shown, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
 
 

@@ -25,6 +25,7 @@ def run(
     port: int | None = None,
     edit: Switch = False,
     freeze: Path | None = None,
+    print_: Annotated[Path | None, Parameter(name="--print")] = None,
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
     browser: bool = True,
 ) -> int:
@@ -40,6 +41,8 @@ def run(
         Copy the lesson to lessons/ here and open the copy in marimo's editor.
     freeze
         Write the course, or LESSON alone, into this folder as pages that need no Python, and end.
+    print_
+        Write sheets for a class into this folder, with the key on a page of its own, and end.
     list_
         Print the lessons and end.
     browser
@@ -53,10 +56,16 @@ def run(
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ValueError("the lessons need an extra: pip install 'fenchel[learn]'")
+    if sum((freeze is not None, print_ is not None, bool(edit))) > 1:
+        raise ValueError("--freeze and --print write pages, --edit opens an editor: give one.")
     if freeze is not None:
-        if edit:
-            raise ValueError("--freeze writes pages and --edit opens an editor: give one of them.")
         _freeze(freeze, chosen)
+        return 0
+    if print_ is not None:
+        from fenchel.lessons.handout import write_handouts
+
+        write_handouts(print_, COURSE if chosen is None else (chosen,))
+        print(f"Open a sheet of {print_} in a browser and print it.")
         return 0
     if edit:
         if chosen is None:
@@ -78,8 +87,8 @@ def run(
 
 def _print_list() -> None:
     solved = completed()
-    for number, each in enumerate(COURSE, start=1):
-        print(f"{number:2}  {'solved' if each.name in solved else '':6}  {each.title}")
+    for each in COURSE:
+        print(f"{each.number:2}  {'solved' if each.name in solved else '':6}  {each.title}")
         research = " Research." if each.research else ""
         print(f"            {each.minutes} minutes.{research} {each.question}")
 

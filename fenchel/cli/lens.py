@@ -36,6 +36,7 @@ _STRETCHES = 8  # of a text, to fit a lens
 _ERROR = 0.1  # of every layer, at which fitting stops
 _QUICK = {"cpu": 4e12, "cuda": 4e14}  # operations of a fit without a flag
 _TOKENS = 64
+_CERTIFIED = 32  # tokens of which the error of a lens is certified
 _SHOWN = 6  # last positions, in a terminal
 
 
@@ -52,6 +53,7 @@ def run(
     save: Path | None = None,
     out: Path | None = None,
     max_tokens: Whole = _TOKENS,
+    radius: float | None = None,
     device: Device = None,
     json: Json = False,
 ) -> int:
@@ -90,6 +92,9 @@ def run(
         The page; lens.html when left out, and none with --json.
     max_tokens
         Tokens of the text that are shown.
+    radius
+        Also certify how far the fitted lens is from the last stream for every stream this near, as
+        a share of its length, such as 0.001.
     """
     if lens is not None and (fit, save, kind, targets) != (None, None, None, "later"):
         raise ValueError("--lens has a lens already; leave out --fit, --save, --kind, --targets.")
@@ -111,10 +116,10 @@ def run(
 
         from fenchel.inspection import open_model
         from fenchel.inspection.trace import tokenize_text
-        from fenchel.interpretability import JacobianLens, fit_lens, hooked
+        from fenchel.interpretability import JacobianLens, fit_lens, hooked, lens_errors
         from fenchel.interpretability import lens as read
 
-        on, _ = device_and_dtype(device)
+        on, _ = device_and_dtype(device, float64=True)
         subject = open_model(directory)
         subject.model.to(on)
         model = hooked(subject)
@@ -150,10 +155,18 @@ def run(
             did += f" with {fitted.positions} positions in all." if fitted.positions else "."
             offsets = (False, True) if fitted.has_offset else (False,)
             found += [read(model, words.ids, "jacobian", fit=fitted, offset=o) for o in offsets]
+        errors = None
+        if radius is not None:
+            if fitted is None:
+                raise ValueError("--radius certifies a fitted lens; --kind jacobian fits one.")
+            console.progress("certifying the lens", 0, 0)
+            errors = lens_errors(model, fitted, words.ids[:_CERTIFIED], radius)
     if save is not None and fitted is not None:
         fitted.save(save)
         did += f" It is saved in {printable(save, 4096)}."
     record = _record(subject, words.name, words.tokens, found, fitted, did)
+    if errors is not None:
+        record["errors"] = [{**row._asdict(), "vacuous": row.vacuous} for row in errors]
     if target is not None:
         from fenchel.files import write_atomic
         from fenchel.report.lens_page import render
@@ -162,7 +175,8 @@ def run(
     if json:
         print(json_format.dumps(record))
         return 0
-    show(_tables(record), [did], target)
+    tables = [*_tables(record), *([_errors(record, radius)] if errors is not None else [])]
+    show(tables, [did], target)
     return 0
 
 
@@ -318,6 +332,22 @@ def _tables(record: dict[str, Any]) -> Iterator[Table]:
         tops = (best["top"][place][t][0] for t in shown)
         said.add_row(str(best["layers"][place]), *(_word(record["words"][i]) for i in tops))
     yield said
+
+
+def _errors(record: dict[str, Any], share: float | None) -> Table:
+    """What is certified of the lens of every layer."""
+    legend = (
+        "measured: distance of what the lens reads from the last stream, over all tokens but the "
+        f"first; certified: for no stream within {share:g} of its length more than this; vacuous "
+        f"where the mean stream alone is as near. The first {_CERTIFIED} tokens at most"
+    )
+    headings = ["layer", "measured", "certified", "mean stream alone"]
+    table = plain_table("error of the lens", headings, legend)
+    for row in record["errors"]:
+        certified = "vacuous" if row["vacuous"] else f"{row['certified']:.3g}"
+        layer, measured, mean = row["layer"], row["measured"], row["mean"]
+        table.add_row(str(layer), f"{measured:.3g}", certified, f"{mean:.3g}")
+    return table
 
 
 def _word(text: str) -> str:

@@ -55,10 +55,11 @@ def run(
     if what != "runs" and (directory is not None or sort is not None):
         given = "--sort" if directory is None else "a directory"
         raise ValueError(f"{given} belongs to runs: fenchel list runs {directory or RUNS}.")
-    from fenchel.report.run_list import ORDERS
+    if sort is not None:
+        from fenchel.report.run_list import ORDERS
 
-    if sort is not None and sort not in ORDERS:
-        raise ValueError(f"runs are not sorted by {sort!r}; {did_you_mean(sort, ORDERS)}")
+        if sort not in ORDERS:
+            raise ValueError(f"runs are not sorted by {sort!r}; {did_you_mean(sort, ORDERS)}")
     values: dict[str, Any] = {}
     shown: list[Shown] = []
     with Console(quiet=json, aside=True) as stages:

@@ -79,7 +79,7 @@ def run(
         from fenchel.inspection.trace import token_text
         from fenchel.interpretability import patch
 
-        on, _ = device_and_dtype(device)
+        on, _ = device_and_dtype(device, float64=True)
         subject = open_model(directory)
         subject.model.to(on)
         tokenizer = subject.tokenizer

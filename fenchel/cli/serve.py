@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -93,7 +94,7 @@ def run(
         answer; may be given several times. A request may give other strengths, by the names of the
         files: "fenchel": {"steer": {"kind": 1.5}}.
     device
-        "cpu", "cuda" or "cuda:1"; the GPU where there is one.
+        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
     dtype
         Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
         instructions for it.
@@ -148,6 +149,8 @@ def run(
         )
         from fenchel.evaluate.calibration import read_calibration
         from fenchel.generation.sampling import resolve_sampling
+        from fenchel.interpretability import last_laws
+        from fenchel.interpretability.hooked_model import separate
         from fenchel.server.app import (
             App,
             Relay,
@@ -233,7 +236,11 @@ def run(
             time.sleep(0.01)
         if engine.failure is not None:
             raise ValueError(engine.failure)
-    server = Server(App(served, engine, Embedder(model), relay, settings), listener)
+    laws = None
+    if config.kind == "decoder" and config.lm_head:
+        laws = partial(last_laws, separate(model))
+    app = App(served, engine, Embedder(model), relay, settings, laws)
+    server = Server(app, listener)
     print(f"Serving {printable(served_name)} at {address(host, listener)}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again after it has ended.

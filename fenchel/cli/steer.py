@@ -54,6 +54,11 @@ class DirectionFlags:
         found = Direction.load(self.steer, model)
         return found if self.strength is None else found.at(self.strength)
 
+    def steered(self, model: "Transformer") -> "Transformer":
+        """The model with the direction in its weights; the model itself without --steer."""
+        direction = self.direction(model)
+        return model if direction is None else direction.added_to(model)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +73,27 @@ class SteerFlags(DirectionFlags):
     """Logarithm of the factor on their weights, 1 by default; below 0 they are read less."""
     emphasis_layers: str | None = None
     """The layers that emphasise, from 1, as in 3 or 1-4,12; all by default."""
+    head_beta: Annotated[list[str] | None, Parameter(negative="")] = None
+    """HEAD=FACTOR on the scores of a head: 2.1=0.5 of head 1 of layer 2, 2=0.5 of a layer, all=0.5
+    of all; below 1 it chooses more evenly. May be given several times."""
+    head_choice: Annotated[list[str] | None, Parameter(negative="")] = None
+    """HEAD=MAP by which a head chooses: softmax, entmax, sparsemax or hard, as in 2.1=sparsemax.
+    May be given several times."""
 
     def steering(self, model: "Transformer") -> "Steering | None":
         """What every request of a command is steered by; None without these flags."""
         if self.emphasise is None and (self.emphasis, self.emphasis_layers) != (None, None):
             raise ValueError("--emphasis and --emphasis-layers belong to --emphasise WORDS.")
         direction = self.direction(model)
-        if direction is None and self.emphasise is None:
+        if direction is None and not (self.emphasise or self.head_beta or self.head_choice):
             if self.token_kl is not None:
-                raise ValueError("--token-kl belongs to --steer FILE or --emphasise WORDS.")
+                raise ValueError(
+                    "--token-kl belongs to --steer FILE, --emphasise WORDS, --head-beta or "
+                    "--head-choice."
+                )
             return None
         from fenchel.generation import Emphasis, Steering
+        from fenchel.generation.steering import head_choices
 
         emphasis = None
         if self.emphasise is not None:
@@ -88,14 +103,22 @@ class SteerFlags(DirectionFlags):
                 bias=1.0 if self.emphasis is None else self.emphasis,
                 layers=None if layers is None else frozenset(layers),
             )
+        betas = {
+            name: _number(value, f"--head-beta {name}={value}")
+            for name, value in _pairs(self.head_beta, "--head-beta", "2.1=0.5")
+        }
+        maps = dict(_pairs(self.head_choice, "--head-choice", "2.1=sparsemax"))
         steering = Steering(
-            {} if direction is None else direction.scaled, emphasis, budget=self.token_kl
+            {} if direction is None else direction.scaled,
+            emphasis,
+            self.token_kl,
+            head_choices(model.config, betas, maps),
         )
         steering.require(model.config)
         return steering
 
 
-NOT_STEERED = SteerFlags()
+NO_DIRECTION, NOT_STEERED = DirectionFlags(), SteerFlags()
 
 
 def run(
@@ -107,6 +130,8 @@ def run(
     away: Path | None = None,
     word: Annotated[list[str] | None, Parameter(negative="")] = None,
     against: Annotated[list[str] | None, Parameter(negative="")] = None,
+    singular: str | None = None,
+    number: Whole = 1,
     layer: Whole | None = None,
     kl: float = 0.1,
     opposite: Switch = False,
@@ -120,10 +145,11 @@ def run(
     """Make a direction that steers a model, with a strength that keeps a budget.
 
     The direction is the difference between the mean streams of texts that show what is wanted and
-    of texts that show what is not (--toward, --away), or it raises the logits of words (--word,
-    --against). Its strength is found so that the law of the next token moves by --kl nats on
-    average over a text: 0.1 is visible and fluent, 0.3 is strong. generate, chat, eval and serve
-    take the file by --steer.
+    of texts that show what is not (--toward, --away), it raises the logits of words (--word,
+    --against), or it is what a text is most sensitive to between two layers (--singular), for
+    study: such directions steer a text no better than random ones. Its strength is found so that
+    the law of the next token moves by --kl nats on average over a text: 0.1 is visible and fluent,
+    0.3 is strong. generate, chat, eval and serve take the file by --steer.
 
     Parameters
     ----------
@@ -140,6 +166,11 @@ def run(
         A word whose logit is raised, instead of --toward; may be given several times.
     against
         A word whose logit is lowered, with --word; may be given several times.
+    singular
+        Two layers, as in 1-3: a direction after the first that moves the stream after the second
+        the most.
+    number
+        With --singular, which of these directions, from 1.
     layer
         The layer after which the direction is added, from 1; two thirds of the way by default.
     kl
@@ -155,10 +186,17 @@ def run(
     dtype
         Dtype of the weights; the one they are stored in by default.
     """
-    if (toward is None) == (word is None) or (toward is None) != (away is None):
-        raise ValueError("give --toward FILE and --away FILE, or --word WORD.")
+    if sum(x is not None for x in (toward, word, singular)) != 1 or (toward is None) != (
+        away is None
+    ):
+        raise ValueError("give --toward FILE and --away FILE, --word WORD, or --singular LAYERS.")
     if against is not None and word is None:
         raise ValueError("--against belongs to --word.")
+    between = None if singular is None else _two_layers(singular, number)
+    if singular is None and number != 1:
+        raise ValueError("--number belongs to --singular.")
+    if singular is not None and layer is not None:
+        raise ValueError("--singular names its layers; leave out --layer.")
     if max_tokens < 2:
         raise ValueError(f"--max-tokens {max_tokens} should be 2 or more.")
     reads = [directory, adapter, toward, away, text_path(text)]
@@ -167,27 +205,35 @@ def run(
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
+        import torch
+
         from fenchel.steering import (
             MOST_NATS,
             difference_of_means,
             divergence,
             find_strength,
+            singular_directions,
             word_direction,
         )
 
         if not 0.0 < kl <= MOST_NATS:
             raise ValueError(f"--kl {kl:g} should be above 0 and at most {MOST_NATS:g} nats.")
-        place = device_and_dtype(device, dtype)
+        place = device_and_dtype(device, dtype, float64=True)
         model, tokenizer, config = load_checkpoint(directory, *place, adapter)
         if config.kind != "decoder":
             raise ValueError(f"steering is for decoders, and {directory} is of kind {config.kind}.")
         at = max(1, round(2 * config.layers / 3)) if layer is None else layer
         count = min(max_tokens, config.context)
         first, second = _two_parts(text, tokenizer, count)
+        values: list[float] | None = None
         console.progress("making the direction", 0, 0)
         if toward is not None and away is not None:
             sides = [[tokenizer.encode_whole(line) for line in _lines(f)] for f in (toward, away)]
             direction = difference_of_means(model, *sides, layer=at)
+        elif between is not None:
+            at, draw = between[0], torch.Generator().manual_seed(0)
+            tops = singular_directions(model, first, between, number, generator=draw)
+            direction, values = tops.directions[number - 1], tops.values
         else:
             ids = [[tokenizer.word_start(w) for w in words or ()] for words in (word, against)]
             direction = word_direction(model, first, *ids, layer=at)
@@ -206,6 +252,7 @@ def run(
         "kl": found.divergence._asdict(),
         "kl_after": elsewhere._asdict(),
         "out": str(out),
+        **({} if values is None else {"singular_values": values}),
     }
     if json:
         print(json_format.dumps(record))
@@ -223,6 +270,32 @@ def run(
     ):
         console.message(sentence)
     return 0
+
+
+def _two_layers(words: str, number: int) -> tuple[int, int]:
+    """ "1-3" as two layers, for a direction with a number from 1."""
+    found = numbers(words, "--singular") or []
+    if len(found) < 2 or "," in words:
+        raise ValueError(f"--singular {printable(words, 60)} should be two layers, as in 1-3.")
+    if number < 1:
+        raise ValueError(f"--number {number} should be 1 or more.")
+    return found[0], found[-1]
+
+
+def _pairs(flags: list[str] | None, name: str, example: str) -> list[tuple[str, str]]:
+    """What stands before and behind the = of every flag."""
+    pairs = [flag.partition("=") for flag in flags or ()]
+    for (head, equals, value), flag in zip(pairs, flags or (), strict=True):
+        if not (head and equals and value):
+            raise ValueError(f"{name} {printable(flag, 60)} should be as in {example}.")
+    return [(head, value) for head, _, value in pairs]
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{printable(flag, 60)} should give a number.") from None
 
 
 def _lines(file: Path) -> list[str]:

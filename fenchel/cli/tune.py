@@ -26,6 +26,7 @@ def run(
     targets: str | None = None,
     merge: Switch = False,
     epochs: float | None = None,
+    kl: float | None = None,
     config: Path | None = None,
     export: Path | None = None,
     flags: RunFlags = RunFlags(),  # noqa: B008
@@ -58,6 +59,9 @@ def run(
     epochs
         Passes over the text, 3 by default, where neither --steps nor --budget is given. Short for
         tune.epochs.
+    kl
+        Keep the tuned model within this mean KL, in nats per token, of the checkpoint on held-out
+        text. Short for tune.kl.
     config
         A TOML file of settings, without a section model.
     export
@@ -72,6 +76,7 @@ def run(
         "tune.rank": lora,
         "tune.alpha": alpha,
         "tune.epochs": epochs,
+        "tune.kl": kl,
         **flags.short(),
     }
     if targets is not None:

@@ -110,6 +110,8 @@ def _why(why: ScoreParts, tokens: Sequence[str]) -> Section:
         f"of all scores, so the difference, {format_value(why.contrast)}, is what is explained: as "
         "a sum over pairs of a part of the query's stream and a part of the key's."
     )
+    if why.sink is not None:
+        about += f" The sink has weight {format_value(why.sink)}; the mean is that of the keys."
     grid = heat_map(
         why.parts,
         why.parts,

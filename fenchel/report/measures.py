@@ -163,6 +163,7 @@ HEAD: tuple[Measure[Head], ...] = (
     Measure("on itself", lambda h: h.itself),
     Measure("distance", lambda h: h.distance, "Mean distance in tokens from a query to its keys."),
     Measure("not taken", lambda h: h.not_taken),
+    Measure("alpha", lambda h: h.alpha, digits=".3f"),
     Measure(
         "column sum",
         lambda h: h.column,
@@ -241,6 +242,7 @@ DECISION: tuple[Measure[DecisionRow], ...] = (
     Measure("certified", lambda d: d.certified, bound="lower"),
     Measure("attacked", lambda d: d.attacked, bound="upper"),
     Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
+    Measure("loses most", lambda d: "vacuous" if d.vacuous else d.loses_most),
 )
 
 

@@ -171,10 +171,17 @@ def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
 
 
 def _numbers(run: RunData, measured: Mapping[str, float]) -> Html:
+    constant = _finite(mapping(run.summary.get("lipschitz")))
     entries = (
         ("Perplexity", measured.get("perplexity"), "per token"),
         ("Loss", measured.get("loss"), "nats per token"),
         ("Accuracy", measured.get("accuracy"), "of held-out tokens"),
+        (
+            "Lipschitz constant",
+            constant.get("certified"),
+            "at most, certified: change of a logit per largest move of a token embedding",
+        ),
+        ("Largest stretch", constant.get("attacked"), "of a logit that an attack found"),
         ("Best step", number(run.summary.get("best_step")), "by validation loss"),
         ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
         ("Speed", _last(run, "time/tokens_per_second"), "tokens per second, at the end"),

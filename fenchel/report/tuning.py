@@ -4,11 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fenchel.inspection_result import Interval
-from fenchel.report.html import Section, details, element, format_number, join, table
+from fenchel.report.html import (
+    Html,
+    Section,
+    clean,
+    details,
+    element,
+    format_number,
+    join,
+    shorten,
+    table,
+)
 from fenchel.report.measures import format_value
 from fenchel.report.run_data import RunData, mapping, number
 
-_LAYERS = 256
+_LAYERS, _LAWS = 256, 64
 _ROWS = (
     ("loss", "loss, nats per token"),
     ("perplexity", "perplexity, per token"),
@@ -49,9 +59,52 @@ def before_and_after(run: RunData) -> Section | None:
     body = [
         element("p", about, class_="about"),
         table(("", "before", "after", "change"), rows, caption="Held-out text and attention"),
+        *_laws(tuning),
         details("Layer by layer", _layers(before, after)),
     ]
     return Section(anchor="tuning", title="Before and after", body=join(body, "\n"))
+
+
+def _laws(tuning: Mapping[str, Any]) -> list[Html]:
+    """The budget and what was measured, and the laws that changed most, side by side."""
+    kl = mapping(tuning.get("kl"))
+    budget, measured = number(kl.get("budget")), number(kl.get("measured"))
+    if budget is None or measured is None:
+        return []
+    sentence = (
+        f"The mean KL from the checkpoint is {format_number(measured)} nats per token of the "
+        f"held-out text, measured; the budget is {format_number(budget)}. On other text it may be "
+        "more."
+    )
+    listed = tuning.get("laws")
+    laws = [mapping(law) for law in listed[:_LAWS]] if isinstance(listed, list) else []
+    rows = [
+        (
+            repr(clean(str(law.get("target")))),
+            format_number(number(law.get("kl")) or 0.0),
+            *(_likeliest(law.get(when)) for when in ("before", "after")),
+        )
+        for law in laws
+    ]
+    caption = "Where the law of the next token changed most"
+    return [
+        element("p", sentence, class_="about"),
+        table(("followed by", "KL, nats", "before", "after"), rows, caption=caption),
+    ]
+
+
+def _likeliest(pairs: Any) -> str:
+    """
+    >>> _likeliest([[" of", 0.5], [" the", 0.25]])
+    "' of' 50%, ' the' 25%"
+    """
+    if not isinstance(pairs, list):
+        return ""
+    texts = []
+    for pair in pairs[:3]:
+        if isinstance(pair, list | tuple) and len(pair) == 2:
+            texts.append(f"{shorten(clean(str(pair[0])), 20)!r} {number(pair[1]) or 0.0:.0%}")
+    return ", ".join(texts)
 
 
 Pair = tuple[float | None, float | None]

@@ -1,13 +1,20 @@
 """fenchel certify on a run directory: the table, the page, the JSON, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fenchel.cli import main
-from fenchel.inspection_result import Certificates, LayerCertificate
-from fenchel.report.certificates import certificates
+from fenchel.cli.inspection_tables import decision_table
+from fenchel.inspection_result import (
+    Certificates,
+    DecisionCertification,
+    DecisionRow,
+    LayerCertificate,
+)
+from fenchel.report.certificates import certificates, render_decisions
 
 
 def arguments(run: Path, text: Path, *more: str) -> list[str]:
@@ -47,6 +54,20 @@ def test_json_is_one_object_and_writes_nothing(
     assert layer["centre"]["lower"] <= layer["lower"] <= layer["upper"] < 100 * layer["lower"]
     assert len(layer["moved"]) == 8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lipschitz_constant_is_printed_from_both_sides(
+    run_directory: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["certify", str(run_directory), "--text", str(text_file), "--lipschitz"]
+    assert main([*line, "--max-tokens", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.0 < found["attacked"] < found["certified"]
+    assert main([*line, "--max-tokens", "6"]) == 0
+    assert f"certified  {found['certified']:.6g} " in capsys.readouterr().out
+    for flag in (["--decision"], ["--radius", "1"], ["--steps", "3"], ["--out", "page.html"]):
+        assert main([*line, *flag]) == 2
+        assert "--lipschitz reads" in capsys.readouterr().err
 
 
 def test_blocks_are_certified_as_a_whole(
@@ -113,6 +134,39 @@ def test_a_verdict_of_thousands_is_written() -> None:
     )
 
 
+def test_a_radius_that_says_nothing_is_called_vacuous() -> None:
+    row = DecisionRow(
+        position=0,
+        token="a",
+        kept=["b"],
+        rival="c",
+        margin=1.0,
+        certified=1e-6,
+        attacked=1.0,
+        first_order=1.0,
+        moved=[1.0],
+        parts={},
+        stages={"block 1 attention": 0.5, "block 1 MLP": 0.25},
+    )
+    result = DecisionCertification(
+        subject={"name": "a model", "family": "a family"},
+        text="a text",
+        tokens=["a"],
+        norm="all",
+        keep=1,
+        token_norm=1.0,
+        complete=True,
+        rows=[row, replace(row, certified=0.1)],
+        seconds={},
+    )
+    assert "(1 vacuous)" in decision_table(result).title
+    assert [one["vacuous"] for one in result.plain()["rows"]] == [True, False]
+    assert result.plain()["rows"][1]["loses_most"] == "block 1 attention"
+    page = render_decisions(result)
+    assert ">vacuous<" in page
+    assert "block 1 attention" in page
+
+
 def test_decisions_as_a_table_a_page_and_json(
     run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +178,8 @@ def test_decisions_as_a_table_a_page_and_json(
     assert "decisions about the next token; moved: the last token read, alone" in printed
     assert "certified attacked ratio" in printed
     page = out.read_text()
+    assert "loses most" in page
+    assert "block 1 " in page
     assert "Certified &lt;= the true radius &lt;= attacked" in page
     assert main([*line, "--json", "--keep", "2", "--budget", "60s"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -132,13 +188,16 @@ def test_decisions_as_a_table_a_page_and_json(
         assert 0.0 <= row["certified"] <= row["attacked"]
         assert row["ratio"] == row["certified"] / row["attacked"]
         assert len(row["kept"]) == 2
+        assert not row["vacuous"]
+        assert row["loses_most"] == max(row["stages"], key=row["stages"].get)
+        assert row["loses_most"].startswith("block ")
         assert len(row["moved"]) == row["position"] + 1
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ([], "give --radius R to certify layers, or --decision"),
+        ([], "give --radius R to certify layers, --decision"),
         (["--decision", "--radius", "1"], "--radius is read without --decision only"),
         (["--decision", "--blocks"], "--blocks is read without --decision only"),
         (["--radius", "1", "--keep", "2"], "--keep is read with --decision only"),

@@ -27,6 +27,7 @@ from fenchel.data import ChatTemplate, train_tokenizer
 from fenchel.generation import Conversation, Decoder, GenerationSettings, Request, Sampling
 from fenchel.generation import conversation as conversation_module
 from fenchel.generation.generate import updates
+from fenchel.interpretability import score_parts
 from fenchel.model import ModelConfig, Transformer
 from fenchel.steering.direction import Direction, weights_fingerprint
 
@@ -307,6 +308,39 @@ def test_attention_of_the_last_answer(talk: Talker) -> None:
         assert talk(*wrong).code == 2
 
 
+def test_why_a_head_attends_there(checkpoint: Path, talk: Talker) -> None:
+    shown = " ".join(talk("My name is Ada.", "/why 2.1:1").out.split())
+    assert shown.startswith("Hello Ada, how are you? why head 2.1 attends from")
+    model, tokenizer, _ = load(checkpoint)
+    prompt = read_chat_template(checkpoint).encode(
+        tokenizer, [{"role": "user", "content": "My name is Ada."}], add_generation_prompt=True
+    )
+    found = score_parts(model, prompt, 2, 1)
+    assert f"({found.query}) to" in shown
+    assert f"({found.key})" in shown
+    assert f"weight {found.weight:.3f}; score {found.score:.3f}" in shown
+    for line, sentence in (
+        ("/why", "/why takes LAYER.HEAD"),
+        ("/why 2.1:99", "the last answer has tokens 1 to"),
+        ("/why 9.1", "there is no layer 9"),
+    ):
+        refused = talk("My name is Ada.", line)
+        assert refused.code == 2
+        assert sentence in refused.err
+    refused = talk("My name is Ada.", "/why 1.1", flags=["--head-beta", "1.1=0.5"])
+    assert "nothing steers" in refused.err
+
+
+def test_a_message_without_the_emphasised_word_is_answered_with_a_sentence(talk: Talker) -> None:
+    flags = ["--emphasise", "Ada", "--emphasise", "five"]
+    shown = talk("Count to five.", "My name is Ada.", flags=[*flags, "--json"])
+    assert (shown.code, len(shown.out.splitlines())) == (0, 2)
+    assert shown.err.count("to emphasise") == 1  # the second prompt has both
+    assert "The conversation has no text 'Ada' to emphasise." in shown.err
+    plain = talk("Count to five.").out
+    assert talk("Count to five.", flags=["--emphasise", "Ada", "--emphasis", "9"]).out == plain
+
+
 def test_attention_of_a_steered_answer_is_that_of_the_steered_model(
     checkpoint: Path, talk: Talker, tmp_path: Path
 ) -> None:
@@ -323,7 +357,7 @@ def test_attention_of_a_steered_answer_is_that_of_the_steered_model(
     assert "before --token-kl" in talk(*words, flags=[*flags, "--token-kl", "9"]).err
     refused = talk(*words, flags=["--emphasise", "Ada"])
     assert refused.code == 2
-    assert "--emphasise is not traced" in refused.err
+    assert "--head-choice is not traced" in refused.err
 
 
 def test_the_oldest_turns_are_left_out_of_a_full_context_with_a_sentence(

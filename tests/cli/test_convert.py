@@ -9,6 +9,7 @@ import transformers
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
+from fenchel.steering import Direction
 
 TEXT = "the people of these States, déjà vu <|end|> and peace"
 
@@ -101,3 +102,33 @@ def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["convert", str(adapter), str(tmp_path / "out")]) == 2
     assert "is an adapter and no model" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_a_direction_is_written_into_the_weights(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, out = tmp_path / "w.safetensors", tmp_path / "steered"
+    words = ["--word", "peace", "--text", str(text_file), "--out", str(file)]
+    assert main(["steer", str(run_directory), *words]) == 0
+    flags = ["--steer", str(file), "--strength", "-1.5"]
+    assert main(["convert", str(run_directory), str(out), *flags]) == 0
+    ours = load(run_directory)
+    direction = Direction.load(file, ours.model).at(-1.5)
+    ids = torch.tensor([ours.tokenizer.encode("the people of these States")])
+    steer = {layer - 1: v_M.view(1, 1, -1) for layer, v_M in direction.scaled.items()}
+    wanted = ours.model(ids, steer=steer)
+    assert float((wanted - ours.model(ids)).abs().max()) > 0.1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    torch.testing.assert_close(theirs(ids).logits, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(load(out).model(ids), wanted, atol=1e-4, rtol=0)
+
+    capsys.readouterr()
+    assert main(["convert", str(out), str(tmp_path / "twice"), *flags]) == 2
+    assert "made with other weights" in capsys.readouterr().err
+    peft = ["convert", str(run_directory), str(tmp_path / "p"), "--peft", *flags]
+    assert main(peft) == 2
+    assert "--steer" in capsys.readouterr().err

@@ -49,6 +49,20 @@ def test_without_a_flag_a_lens_is_fitted_to_what_follows_and_a_page_is_written(
     assert "function laws(" in html
 
 
+def test_the_error_of_a_lens_is_certified_or_called_vacuous(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: Said
+) -> None:
+    flags = ["--max-tokens", "8", "--stretches", "1", "--out", str(tmp_path / "l.html")]
+    assert run(checkpoint, text_file, *flags, "--radius", "1e-6", "--json") == 0
+    small = json.loads(capsys.readouterr().out)["errors"]
+    assert [row["layer"] for row in small] == [1, 2]
+    assert not small[-1]["vacuous"]
+    assert run(checkpoint, text_file, *flags, "--radius", "0.9") == 0
+    assert "vacuous" in capsys.readouterr().out.split("error of the lens")[1]
+    assert run(checkpoint, text_file, "--kind", "logit", "--radius", "0.1") == 2
+    assert "certifies a fitted lens" in capsys.readouterr().err
+
+
 def test_a_lens_is_saved_and_read_again(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: Said
 ) -> None:

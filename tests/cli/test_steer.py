@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fenchel.checkpoints import load, save
 from fenchel.cli import main
+from fenchel.model import ModelConfig, Transformer
 
 
 @pytest.fixture
@@ -62,10 +64,33 @@ def test_words_are_raised(
     assert f"--steer {out}" in said
 
 
+def test_a_singular_direction_is_made_between_two_layers(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = (
+        tmp_path / "s.safetensors",
+        ["--singular", "1-2", "--number", "2", "--kl", "0.001", "--json"],
+    )
+    tokenizer, deeper = load(run_directory).tokenizer, tmp_path / "deeper"
+    size = {"vocabulary": tokenizer.vocabulary_size, "width": 32, "layers": 2}
+    config = ModelConfig(**size, initial="xavier")
+    save(Transformer(config), tokenizer, deeper)
+    assert steer(deeper, text_file, out, *flags) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["direction"].startswith("singular direction 2 of layers 1 to 2 on")
+    assert record["layer"] == 1
+    assert record["singular_values"][0] > record["singular_values"][1] > 0.0
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "give --toward FILE and --away FILE, or --word WORD"),
+        ([], "give --toward FILE and --away FILE, --word WORD, or --singular LAYERS"),
+        (["--word", "peace", "--singular", "1-2"], "give --toward FILE and --away FILE"),
+        (["--singular", "1"], "--singular 1 should be two layers, as in 1-3"),
+        (["--singular", "1-9"], "there is no layer 9"),
+        (["--singular", "1-2", "--layer", "1"], "leave out --layer"),
+        (["--word", "peace", "--number", "2"], "--number belongs to --singular"),
         (["--toward", "t"], "give --toward FILE and --away FILE"),
         (["--word", "peace", "--kl", "3"], "at most 1 nats"),
         (["--word", "peace", "--layer", "9"], "there is no layer 9"),
@@ -91,7 +116,12 @@ def test_bad_input_gets_a_sentence_and_leaves_nothing(
     ("words", "sentence"),
     [
         (["--strength", "2"], "--strength belongs to --steer"),
-        (["--token-kl", "0.1"], "--token-kl belongs to --steer FILE or --emphasise WORDS"),
+        (["--token-kl", "0.1"], "--token-kl belongs to --steer FILE, --emphasise WORDS"),
+        (["--head-beta", "2.1"], "--head-beta 2.1 should be as in 2.1=0.5"),
+        (["--head-beta", "1.1=much"], "--head-beta 1.1=much should give a number"),
+        (["--head-beta", "1.9=2"], "there is no head 1.9; the model has heads 1 to"),
+        (["--head-beta", "first=2"], "'first' names no head"),
+        (["--head-choice", "1.1=softest"], "there is no choice map 'softest'"),
         (["--emphasis", "2"], "--emphasis and --emphasis-layers belong to --emphasise"),
         (["--emphasise", "war"], "the prompt has no text 'war' to emphasise"),
         (["--emphasise", "the", "--emphasis", "99"], "a bias of 99 should be -20 to 20"),
@@ -124,3 +154,21 @@ def test_words_of_a_prompt_are_emphasised_within_a_budget(
     limited = ("--emphasise", "peace", "--emphasis", "12", "--token-kl")
     assert logprobs(*limited, "1e-9") == pytest.approx(plain, abs=1e-3)
     assert logprobs(*limited, "50") == pytest.approx(strong, abs=1e-4)
+
+
+def test_heads_choose_otherwise_within_a_budget(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def logprobs(*more: str) -> list[float]:
+        words = ["generate", str(run_directory), "--prompt", "peace and the people of peace"]
+        assert main([*words, "--max-new-tokens", "5", "--logprobs", "0", "--json", *more]) == 0
+        return [token["logprob"] for token in json.loads(capsys.readouterr().out)["tokens"]]
+
+    plain = logprobs()
+    even = logprobs("--head-beta", "all=0")
+    assert even != pytest.approx(plain, abs=1e-4)
+    assert logprobs("--head-beta", "all=0", "--head-beta", "all=1") == pytest.approx(plain)
+    assert logprobs("--head-choice", "1=hard") != pytest.approx(plain, abs=1e-4)
+    assert logprobs("--head-choice", "all=softmax") == pytest.approx(plain, abs=1e-5)
+    limited = logprobs("--head-beta", "all=0", "--token-kl", "1e-9")
+    assert limited == pytest.approx(plain, abs=1e-3)

@@ -26,6 +26,7 @@ import fenchel.pipeline  # noqa: F401  loaded once, before any process is forked
 from fenchel.checkpoints import run_checkpoint
 from fenchel.cli import main
 from fenchel.files import sha256
+from fenchel.train.checkpoint_writer import CheckpointWriter
 from fenchel.train.step import Stepper
 
 STEPS, SAVE_EVERY = 40, 5
@@ -177,6 +178,17 @@ class Lab:
     def kept(run: Path) -> list[int]:
         """The steps of the checkpoints that are there."""
         return [int(folder.name[5:]) for folder in run_checkpoint.folders(run / "checkpoints")]
+
+    @staticmethod
+    def written_at_once() -> None:
+        """Write every checkpoint before the next step begins."""
+        start = CheckpointWriter.start
+
+        def start_and_wait(writer: CheckpointWriter, write: Callable[[], None]) -> None:
+            start(writer, write)
+            writer.close()
+
+        CheckpointWriter.start = start_and_wait  # type: ignore[method-assign]
 
     @staticmethod
     def left_over(run: Path) -> list[str]:

@@ -85,6 +85,7 @@ def test_checkpoints_deleted_while_the_run_trains_are_not_called_intact(
     run = tmp_path / "run"
 
     def mischief() -> None:
+        lab.written_at_once()
         lab.at_step(8, lambda: shutil.rmtree(run / "checkpoints"))()
         lab.at_step(9, lambda: os.kill(os.getpid(), 9))()
 

@@ -93,6 +93,7 @@ def test_a_full_disk_is_reported_and_the_run_ends_with_the_same_bits(
         seen.write_text(json.dumps(there))
 
     def mischief() -> None:
+        lab.written_at_once()
         lab.at_step(24, FULL[moment])()
         lab.at_step(31, restored())()
         lab.at_step(32, look)()

@@ -34,6 +34,7 @@ from fenchel.choice import (
     Capped,
     Choice,
     Entmax,
+    Sigmoid,
     Softmax,
     Sparsemax,
     hypothesis_test,
@@ -241,10 +242,15 @@ def oracle_noise(q: Array, k: Array, v: Array, moved: Array, scale: Any) -> Nois
 
 
 def weights_and_spread(z: Array, choice: Choice, causal: bool) -> tuple[Array, Array]:
-    """p and beta times the spread, by the closed forms of softmax, entmax 1.5 and sparsemax."""
+    """p and beta times the spread, by the closed forms of four maps."""
     n = z.shape[-1]
     closed = np.triu(np.ones((n, n), dtype=bool), 1) if causal else np.zeros((n, n), dtype=bool)
     z = np.where(closed, -np.inf, z)
+    if isinstance(choice, Sigmoid):
+        p = np.where(
+            z > 0, 1 / (1 + np.exp(-np.abs(z))), np.exp(-np.abs(z)) / (1 + np.exp(-np.abs(z)))
+        )
+        return p, p * (1 - p)
     z = z - z.max(-1, keepdims=True)
     if isinstance(choice, Softmax):
         p = np.exp(z)
@@ -935,14 +941,16 @@ def largest_eigenvalues(s: Array) -> Array:
 def rows(draw: Draw) -> Outcome:
     """The sensitivity of a row of weights: its closed bound, and the value from both sides."""
     p = distributions(draw)
-    choice = draw.pick((Softmax(), Softmax(2.5), Sparsemax(), Entmax(1.5)))
+    choice = draw.pick((Softmax(), Softmax(2.5), Sparsemax(), Entmax(1.5), Sigmoid(1.5)))
     s = wide(p)
-    if isinstance(choice, Sparsemax):
+    if isinstance(choice, Sigmoid):
+        s = s * (1 - s)
+    elif isinstance(choice, Sparsemax):
         s = (s > 0).astype(Wide)
     elif isinstance(choice, Entmax):
         s = np.sqrt(s)
     s = s * Wide(choice.beta)
-    truth = largest_eigenvalues(s)
+    truth = s.max(-1) if choice.feasible == "box" else largest_eigenvalues(s)
     exact, (low, high) = choice.sensitivity(p).double(), choice.sensitivity_bounds(p)
     near, least = 64 * draw.eps, torch.finfo(p.dtype).smallest_normal * draw.eps
     return {
@@ -964,6 +972,7 @@ def rows(draw: Draw) -> Outcome:
             "entmax.Entmax",
             "entmax.Sparsemax",
             "capped.Capped",
+            "sigmoid.Sigmoid",
         )
     ),
     "choice.capped.Capped.ceiling",
@@ -978,6 +987,7 @@ def constants(draw: Draw) -> Outcome:
         ("entmax.Entmax", Entmax(1.5), np.sqrt(s)),
         ("entmax.Sparsemax", Sparsemax(), (s > 0).astype(Wide)),
         ("capped.Capped", Capped(0.4), np.where(s < 0.4, s, 0)),
+        ("sigmoid.Sigmoid", Sigmoid(3.0), s * (1 - s)),
     ):
         if name == "capped.Capped":
             z = draw.rounded(draw.normal(*p.shape) * draw.sizes(-1, 2, len(p), 1))
@@ -992,7 +1002,9 @@ def constants(draw: Draw) -> Outcome:
         positive = spread.sum(-1) > 0
         if not positive.any():
             continue
-        attained = float(choice.score_scale) * largest_eigenvalues(spread[positive])
+        box = choice.feasible == "box"
+        largest = spread[positive].max(-1) if box else largest_eigenvalues(spread[positive])
+        attained = float(choice.score_scale) * largest
         constant = torch.full(
             (int(positive.sum()),), float(choice.lipschitz(K)), dtype=torch.float64
         )
@@ -1004,7 +1016,7 @@ def constants(draw: Draw) -> Outcome:
 def ranges(draw: Draw) -> Outcome:
     """<c, weights(z)> over boxes of every size, at vertices and inside edges of the path."""
     B, K = draw.count, draw.integer(1, 7)
-    choice = draw.pick((Softmax(), Entmax(1.5), Sparsemax()))
+    choice = draw.pick((Softmax(), Entmax(1.5), Sparsemax(), Sigmoid()))
     c = draw.rounded(draw.normal(B, K).abs() * draw.sizes(-3, 3, B, 1 if K < 3 else K))
     middle = draw.normal(B, K) * draw.sizes(-2, 1.5, B, 1) + draw.pick((0.0, 30.0))
     middle = middle if draw.pick((True, True, False)) else middle[:, :1].expand(B, K)
@@ -1178,11 +1190,16 @@ def decision_margins(draw: Draw) -> Outcome:
     eta = torch.stack([one.sum(0) for one in found.etas])
     logits = net(X)[t]
     top, size = int(logits.argmax()), float(logits.abs().amax())
-    errors, margins = [], []
+    errors, margins, reached = [], [], 0.0
     for at, move in enumerate(decisions.points(net, X, norm, r * (1.0 - 1e-12), t)):
         if at >= draw.count:
             break
-        errors.append(decisions.remainders(net, X, J, move))
+        vectors = decisions.remainders(net, X, J, move)
+        errors.append(vectors.norm(dim=-1))
+        for s, shape in enumerate(found.shapes):
+            for S, m in zip(shape.S, shape.tokens.tolist(), strict=True):
+                if float(errors[-1][s, m]) > 1e7 * 1e-13 * (1.0 + float(X.norm())):
+                    reached = max(reached, decisions.outside(S, vectors[s, m]))
         logits = net(X + move)[t]
         others = torch.cat((logits[:top], logits[top + 1 :]))
         margins.append(float(logits[top] - others.amax()))
@@ -1195,6 +1212,11 @@ def decision_margins(draw: Draw) -> Outcome:
         f"{_DECISION}DecisionBound.remainders": upper(eta.flatten(), attained, noise=noise),
         f"{_DECISION}DecisionBound.margin": lower(lower_end, least, 1e-13),
     }
+    if reached > 0.0:
+        inside = torch.tensor([1.0 / reached], dtype=torch.float64)
+        outcome[f"{_DECISION}DecisionBound.remainders"] = Ratios(
+            torch.cat((outcome[f"{_DECISION}DecisionBound.remainders"].ratio, inside)), 1e-9
+        )
     if radius > 0.0 and r <= radius:
         stays = torch.tensor([1.0 if min(margins) >= -1e-13 * size else 0.0])
         outcome[f"{_DECISION}certified_radii"] = Ratios(stays, 1e-9)

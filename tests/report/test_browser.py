@@ -19,7 +19,6 @@ import torch
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-import fenchel
 from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
 from fenchel.inspection_result import Certification, Inspection
@@ -511,20 +510,3 @@ def test_small_differences_stay_small_on_a_heat_map(
         scales[name] = browser.text("[data-picture=heads] .ramp").split()
     assert [float(end) for end in scales["alike"]] == pytest.approx([2.6625, 3.4375], abs=1e-3)
     assert [float(end) for end in scales["apart"]] == [0.5, 3.1]
-
-
-def test_the_search_of_the_documentation_has_a_worker_when_opened_as_a_file(
-    browser: Browser, tmp_path: Path
-) -> None:
-    script = Path(fenchel.__file__).parents[1] / "docs/iframe-worker.js"
-    echo = "addEventListener('message', ({ data }) => postMessage({ ...data, seen: true }));"
-    (tmp_path / "echo.js").write_text(echo)
-    (tmp_path / "page.html").write_text(
-        f"<body><script>{script.read_text()}</script><script>"
-        "const worker = new Worker('echo.js');"
-        "worker.addEventListener('message', ({ data }) => (document.title = JSON.stringify(data)));"
-        "worker.postMessage({ n: 1 });</script>"
-    )
-    browser.open(tmp_path / "page.html")
-    browser.until(lambda: browser.driver.title == '{"n":1,"seen":true}')
-    assert browser.console() == []
