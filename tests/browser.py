@@ -45,32 +45,6 @@ class Browser:
             self.driver.get_log(log)  # reading empties it
         self.driver.get(page.as_uri() if isinstance(page, Path) else page)
 
-    def settle_storage(self) -> None:
-        """Wait until the browser has every entry that this page has written to its localStorage.
-
-        A page hands entries over without waiting, and the next page may read before they arrive.
-        The event of a last entry comes back in another window of the page, after all before it.
-        The page must run scripts.
-        """
-        self.driver.execute_async_script(
-            """
-            const done = arguments[0];
-            try {
-                localStorage.length;
-            } catch {
-                return done();
-            }
-            const frame = document.body.appendChild(document.createElement("iframe"));
-            frame.contentWindow.addEventListener("storage", (event) => {
-                if (event.key === "test.stored" && event.newValue === null) done();
-            });
-            setTimeout(done, 2000);  // a page that hears of no event
-            localStorage.setItem("test.stored", "1");
-            localStorage.removeItem("test.stored");
-            return undefined;
-            """
-        )
-
     def set_scheme(self, scheme: str) -> None:
         """Also without smooth scrolling, which would move an element while it is clicked."""
         wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}

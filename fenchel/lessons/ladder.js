@@ -1,9 +1,11 @@
 // What a reader does in a lesson beside its code: a question by pencil, one by choice, recap cards; and the page
 // that says what was mastered. ladder.py writes the markup with every sentence in it; this script shows and hides.
 //
-// progress.of(name) is the record of a lesson, progress.patch(name, fields) changes it. A page of files keeps records
-// in this browser, one entry per lesson. `fenchel learn` gives them in the data block (`records`) and takes patches at
-// /progress/NAME. A record has the fields of `Record` in course.py; a field that is not of its type counts as absent.
+// progress.of(name) is the record of a lesson, progress.patch(name, fields) changes it; both once progress.ready is
+// fulfilled. A page of files keeps records in this browser's IndexedDB, one entry per lesson: Chromium gives pages
+// opened as files a localStorage per process, which the next page may not share. `fenchel learn` gives them in the
+// data block (`records`) and takes patches at /progress/NAME. A record has the fields of `Record` in course.py; a field
+// that is not of its type counts as absent.
 
 const progress = (() => {
 	const EMPTY = { opened: false, prediction: "", pencil: "", pencil_tries: 0, pencil_right: false, choice: "", choice_tries: 0, choice_right: false, code: "", tries: 0, hints: 0, solved: false, cards: {} };
@@ -16,18 +18,29 @@ const progress = (() => {
 		for (const [key, card] of Object.entries(given.cards ?? {})) if (/^\d$/.test(key) && isCard(card)) record.cards[key] = { box: card.box, due: card.due };
 		return record;
 	}
-	function stored(name) {
-		try {
-			return JSON.parse(localStorage.getItem(`fenchel.lesson.${name}`));
-		} catch {
-			return null;
-		}
+	const result = (request) => new Promise((done, failed) => {
+		request.onsuccess = () => done(request.result);
+		request.onerror = () => failed(request.error);
+	});
+	let database = null;
+	async function read() {
+		const opening = indexedDB.open("fenchel", 1);
+		opening.onupgradeneeded = () => opening.result.createObjectStore("lessons");
+		database = await result(opening);
+		const lessons = database.transaction("lessons").objectStore("lessons");
+		const [names, records] = await Promise.all([result(lessons.getAllKeys()), result(lessons.getAll())]);
+		names.forEach((name, i) => (known[name] = sound(records[i])));
 	}
-	const of = (name) => (known[name] ??= sound(served ? served[name] : stored(name)));
+	function store(name) {
+		const change = database.transaction("lessons", "readwrite"), put = result(change.objectStore("lessons").put(of(name), name));
+		change.commit(); // a page that is left at once would take it back
+		return put;
+	}
+	const of = (name) => (known[name] ??= sound(served?.[name]));
 	async function patch(name, fields) {
 		Object.assign(of(name), fields);
 		try {
-			if (!served) return localStorage.setItem(`fenchel.lesson.${name}`, JSON.stringify(of(name)));
+			if (!served) return await store(name);
 			const answer = await parent.fetch(`/progress/${name}`, { method: "POST", body: JSON.stringify(fields) });
 			if (!answer.ok) throw new Error(await answer.text());
 		} catch { // storage is switched off, or the server has ended: the page works without
@@ -37,10 +50,10 @@ const progress = (() => {
 	}
 	// What a reader can do in a lesson, code last: three of the four need no program.
 	const steps = (name) => ({ prediction: of(name).prediction !== "", pencil: of(name).pencil_right, choice: of(name).choice_right, code: of(name).solved });
-	return { of, patch, steps };
+	return { of, patch, steps, ready: served ? Promise.resolve() : read().catch(() => undefined) };
 })();
 
-{
+progress.ready.then(() => {
 	const TRIES = 2, BACK = [1, 3, 7], MOST = 6, DAYS = [0, 1, 3, 7, 21, 60];
 	const day = (later = 0) => {
 		const date = new Date(Date.now() + later * 864e5);
@@ -174,4 +187,5 @@ const progress = (() => {
 		page.querySelector(".missed-questions").hidden = !open;
 		all(page, ".card").forEach(card);
 	}
-}
+	document.documentElement.dataset.progress = "shown";
+});

@@ -217,7 +217,7 @@ function heatChart(chart, W) {
 // ---- the exercise; ladder.js keeps what the reader does
 
 const exercise = document.querySelector(".exercise");
-if (exercise) {
+if (exercise) progress.ready.then(() => {
 	const [code, hint, done, following] = ["textarea", ".hint", "input[type=checkbox]", ".following"].map((each) => exercise.querySelector(each)), hints = [...exercise.querySelectorAll(".hints li")];
 	code.value = progress.of(data.name).code || code.value;
 	code.addEventListener("input", () => progress.patch(data.name, { code: code.value }));
@@ -242,7 +242,7 @@ if (exercise) {
 		open();
 	});
 	open();
-}
+});
 
 // ---- frames are as tall as what they hold
 
@@ -270,7 +270,7 @@ new ResizeObserver(([entry]) => {
 document.addEventListener("toggle", (event) => event.target.querySelectorAll?.("[data-chart]").forEach(draw), true);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 document.querySelectorAll("[data-control]").forEach(place);
-unpacked(data.pieces).then((found) => {
+Promise.all([unpacked(data.pieces), progress.ready]).then(([found]) => {
 	pieces = found;
 	document.body.dataset.ready = "yes";
 	move(read());

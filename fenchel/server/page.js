@@ -359,7 +359,7 @@ function summary(at) {
 // --- the chosen token
 
 function inspect(at) {
-	const host = find("inspector"), shown = JSON.stringify([at, state.pinned, state.choice, state.tokens[at]?.id, Boolean(state.tokens[at]?.lens)]);
+	const host = find("inspector"), shown = JSON.stringify([at, state.pinned, state.choice, state.tokens[at]?.id]);
 	if (host.dataset.shown === shown) return; // a control in it keeps the focus
 	host.dataset.shown = shown;
 	const focused = host.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
@@ -473,23 +473,28 @@ function bracket({ lower, upper, certified }, most) {
 // What every layer would have written in the place of the token, and how likely it found the token.
 function lens(at) {
 	const token = state.tokens[at], host = node("section", { class: "by-layer" }, node("h3", {}, "What each layer would write"));
-	if (!token.lens) {
-		const note = node("p", { class: "note" }, "Reading the layers.");
-		host.append(note);
-		const ids = state.tokens.slice(0, at).map((one) => one.id);
-		post("/lens", { model: facts.model, tokens: ids, next: token.id, top: 1 })
-			.then(async (response) => {
-				token.lens = (await response.json()).layers;
-				if (state.tokens[at] === token) light();
-			})
-			.catch((error) => (note.textContent = error instanceof Refusal ? error.message : "the layers could not be read."));
+	if (token.lens) {
+		host.append(...lensTable(token.lens));
 		return host;
 	}
-	const rows = token.lens.map(({ layer, top: [best], p }) => node("tr", {}, node("th", { scope: "row" }, String(layer)), node("td", {}, quoted(best.token)), node("td", { class: "value" }, best.p.toFixed(2)), node("td", {}, meter(p)), node("td", { class: "value" }, p.toFixed(2))));
+	const note = node("p", { class: "note" }, "Reading the layers."), ids = state.tokens.slice(0, at).map((one) => one.id);
+	host.append(note);
+	token.lensAnswer ??= post("/lens", { model: facts.model, tokens: ids, next: token.id, top: 1 }).then((response) => response.json());
+	token.lensAnswer.then(({ layers }) => { // in its place: a control beside it may be open
+		token.lens = layers;
+		note.replaceWith(...lensTable(layers));
+	}).catch((error) => {
+		token.lensAnswer = undefined;
+		note.textContent = error instanceof Refusal ? error.message : "the layers could not be read.";
+	});
+	return host;
+}
+
+function lensTable(layers) {
+	const rows = layers.map(({ layer, top: [best], p }) => node("tr", {}, node("th", { scope: "row" }, String(layer)), node("td", {}, quoted(best.token)), node("td", { class: "value" }, best.p.toFixed(2)), node("td", {}, meter(p)), node("td", { class: "value" }, p.toFixed(2))));
 	const head = [["layer"], ["writes", 2], ["this token", 2]].map(([text, span]) => node("th", { scope: "col", colspan: span ?? 1 }, text));
 	const steers = DIRECTIONS.length ? " The lens reads the model without directions." : "";
-	host.append(node("table", { class: "layers" }, node("thead", {}, node("tr", {}, ...head)), node("tbody", {}, ...rows)), node("p", { class: "about" }, `The stream after a layer, read as if it were the last.${steers}`));
-	return host;
+	return [node("table", { class: "layers" }, node("thead", {}, node("tr", {}, ...head)), node("tbody", {}, ...rows)), node("p", { class: "about" }, `The stream after a layer, read as if it were the last.${steers}`)];
 }
 
 function alternatives(at) {

@@ -1,6 +1,5 @@
 """Questions, recap cards and the page of what was mastered, in the pages of the web edition."""
 
-import json
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
@@ -50,34 +49,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class StoringBrowser(Browser):
-    """Opens a page once what the page before has stored is on record."""
+class LadderBrowser(Browser):
+    """Opens a page and waits until it shows what was stored."""
 
     def open(self, page: Path | str, **how: Any) -> None:
-        self.settle_storage()
         super().open(page, **how)
+        self.until(lambda: self.run("return document.documentElement.dataset.progress"))
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Browser]:
-    session = StoringBrowser()
+    session = LadderBrowser()
     yield session
     session.driver.quit()
 
 
 @pytest.fixture
-def browser(session: Browser, folder: Path) -> Iterator[Browser]:
+def browser(session: Browser, folder: Path) -> Browser:
     session.open(folder / "lesson.html")
-    session.run("localStorage.clear()")
+    change(session, "lessons.clear()")
     session.open(folder / "lesson.html")
-    yield session
-    session.open(folder / "lesson.html")
-    session.run("localStorage.clear()")
+    return session
+
+
+def change(browser: Browser, script: str, *arguments: Any) -> None:
+    """Change the records that pages of files keep, by a script with their object store."""
+    browser.driver.execute_async_script(
+        f"""
+        const [done, ...given] = [...arguments].reverse(), opening = indexedDB.open("fenchel", 1);
+        opening.onsuccess = () => {{
+            const change = opening.result.transaction("lessons", "readwrite");
+            const lessons = change.objectStore("lessons");
+            {script};
+            change.oncomplete = () => done();
+        }};
+        """,
+        *arguments,
+    )
 
 
 def put(browser: Browser, name: str, record: Any) -> None:
-    text = record if isinstance(record, str) else json.dumps(record)
-    browser.run("localStorage.setItem(arguments[0], arguments[1])", f"fenchel.lesson.{name}", text)
+    change(browser, "lessons.put(given[1], given[0])", record, name)
 
 
 def write(browser: Browser, text: str) -> str:
@@ -209,6 +221,18 @@ def test_a_card_that_is_known_waits_longer_and_a_weak_one_is_listed(
 
 
 @needs_browser
+def test_every_page_of_files_finds_what_the_one_before_it_stored(
+    browser: Browser, folder: Path
+) -> None:
+    """With localStorage Chromium loses about half of these."""
+    for tries in range(20):
+        write(browser, f"0.{tries}")
+        browser.open(folder / ("progress.html" if tries % 2 else "lesson.html"))
+        browser.open(folder / "lesson.html")
+        assert browser.find("[data-step=pencil] input").get_attribute("value") == f"0.{tries}"
+
+
+@needs_browser
 def test_the_last_page_says_what_was_mastered(browser: Browser, folder: Path) -> None:
     cards = {str(i): {"box": 1, "due": "2020-01-01"} for i in range(3)}
     done = {"pencil_right": True, "choice_right": True, "cards": cards}
@@ -231,16 +255,15 @@ def test_the_last_page_says_what_was_mastered(browser: Browser, folder: Path) ->
 @pytest.mark.parametrize(
     "damaged",
     [
-        "{",
-        "7",
-        "null",
-        '"text"',
-        "[]",
-        '{"cards": 3, "pencil": 7}',
-        '{"cards": {"0": {"box": "x"}}}',
+        7,
+        None,
+        "text",
+        [],
+        {"cards": 3, "pencil": 7},
+        {"cards": {"0": {"box": "x"}}},
     ],
 )
-def test_damaged_storage_loses_nothing_else(browser: Browser, folder: Path, damaged: str) -> None:
+def test_damaged_storage_loses_nothing_else(browser: Browser, folder: Path, damaged: Any) -> None:
     put(browser, NAME, damaged)
     put(browser, "slopes", {"solved": True, "code": "mine"})
     browser.open(folder / "lesson.html")

@@ -37,7 +37,7 @@ def test_a_scene_with_stops_is_a_control_with_a_state_per_place(notebook: Notebo
     assert json.loads(scene.values[tokens + 2]) == {**scene.element.state, "head": 1, "word": 2}
     assert scene.start == len(scene.values) - 1
     cell = next(each for each in notebook.cells if each.controls == ("own_words",))
-    assert "from head 1.0" in mo.as_html(notebook.outputs(cell)[2 * tokens]).text
+    assert "from head 2.1" in mo.as_html(notebook.outputs(cell)[2 * tokens]).text
 
 
 def test_a_cell_knows_the_controls_behind_it(notebook: Notebook) -> None:

@@ -111,6 +111,9 @@ class Canned:
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
         """Set when the client of an endless answer leaves."""
+        self.read_layers = threading.Event()
+        """The answer of the lens waits while it is not set."""
+        self.read_layers.set()
         routes = [
             Route("/", self.index),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -147,6 +150,7 @@ class Canned:
 
     async def lens(self, request: Request) -> Response:
         self.bodies.append(await request.json())
+        await asyncio.to_thread(self.read_layers.wait)
         best = {"id": 7, "token": HOSTILE, "p": 0.5}
         rows = [{"layer": n, "top": [best], "p": 0.25 * n} for n in (1, 2, 3)]
         return JSONResponse({"layers": rows})
@@ -328,6 +332,21 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
     assert weights(browser) == {
         at: pytest.approx(math.sqrt(w / most), abs=1e-3) for at, w in given.items() if w
     }
+
+
+@needs_browser
+def test_the_lens_arrives_beside_a_control_in_use(browser: Browser, server: Canned) -> None:
+    generate(browser, server)
+    server.read_layers.clear()
+    pieces(browser)[8].click()
+    layer = browser.find("select[aria-label=Layer]")
+    assert browser.text(".by-layer .note") == "Reading the layers."
+    server.read_layers.set()
+    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
+    layer.find_element(By.CSS_SELECTOR, "option[value='1']").click()  # the same element
+    assert weights(browser) == expected(read(7, 10))
+    asked = [body for body in server.bodies if "next" in body]
+    assert len(asked) == 1, "a choice does not ask again"
 
 
 @needs_browser
