@@ -2,7 +2,8 @@
 //
 //   tokens    [{id, text, logprob, top: [{id, text, logprob}], trace, made, element}], the whole text;
 //             the model wrote those with `made`
-//   start     how many of them the request had
+//   prompt    the ids that the last request continues; their tokens come back with its answer
+//   start     how many they are
 //   choice    {layer, head} whose weights are shown; null is the mean
 //   active    the token under the pointer or the focus, else the one that was kept, else null
 //
@@ -26,7 +27,7 @@ const CONTROLS = [
 const DIRECTIONS = Object.entries(facts.directions ?? {}).map(([name, strength]) => ({ name, unit: strength || 1, label: `Direction ${name}`, low: -3, high: 3, step: 0.05, value: strength ? 1 : 0, about: "0 is none, below 0 the other way" }));
 const BUDGET = { name: "token_kl", label: "Budget per token", low: 0, high: 1, step: 0.01, value: 0, about: "nats from the unsteered model; 0 is no limit" };
 
-const state = { tokens: [], start: 0, choice: { layer: null, head: null }, pinned: null, pointed: null, messages: [], answer: null, request: null, frame: null };
+const state = { prompt: [], tokens: [], start: 0, choice: { layer: null, head: null }, pinned: null, pointed: null, messages: [], answer: null, request: null, frame: null };
 const controls = new Map(), sliders = new Map();
 let { ramp } = colours();
 
@@ -91,7 +92,7 @@ async function generate(ids, known, room) {
 	const values = sampling(), chosen = stops();
 	const request = { abort: new AbortController(), began: performance.now(), values, finish: null };
 	stop();
-	Object.assign(state, { request, tokens: [], start: ids.length, pinned: null, pointed: null });
+	Object.assign(state, { request, prompt: ids, tokens: [], start: ids.length, pinned: null, pointed: null });
 	find("error").hidden = true;
 	find("tokens").replaceChildren();
 	busy(true);
@@ -537,7 +538,7 @@ function drawStrip() {
 // The page as one file that loads and sends nothing: its policy admits its own script and style.
 function saved() {
 	const escape = (text) => text.replace(/&/g, "&amp;").replace(/"/g, "&quot;").replace(/</g, "&lt;");
-	const tokens = state.tokens.map(({ element, ...token }) => token);
+	const tokens = state.tokens.map(({ element, lensAnswer, ...token }) => token);
 	const data = JSON.stringify({ facts, recording: { tokens, start: state.start, choice: state.choice } }).replace(/</g, "\\u003c");
 	const parts = [...pristine.children].filter((element) => element.id !== "data" && element.id !== "code").map((element) => element.outerHTML);
 	const meta = [...document.head.querySelectorAll("meta")].filter((element) => !element.httpEquiv).map((element) => element.outerHTML);
@@ -574,7 +575,7 @@ function listen() {
 	const steering = find("steering");
 	steering.hidden = !DIRECTIONS.length;
 	steering.querySelector(".controls").append(...(DIRECTIONS.length ? [...DIRECTIONS, BUDGET] : []).map((one) => control(one, sliders)));
-	steering.addEventListener("change", () => state.tokens.length && generate(state.tokens.slice(0, state.start).map((token) => token.id), []));
+	steering.addEventListener("change", () => state.prompt.length && generate(state.prompt, []));
 	form.addEventListener("submit", (event) => {
 		event.preventDefault();
 		submit();
@@ -590,7 +591,7 @@ function listen() {
 	find("save").addEventListener("click", save);
 	find("restart").addEventListener("click", () => {
 		stop();
-		Object.assign(state, { messages: [], answer: null, tokens: [], start: 0, pinned: null, pointed: null });
+		Object.assign(state, { messages: [], answer: null, prompt: [], tokens: [], start: 0, pinned: null, pointed: null });
 		find("tokens").replaceChildren();
 		busy(false);
 		light();
