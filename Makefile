@@ -41,7 +41,7 @@ docs: $(VENV)/.docs $(if $(COURSE),$(VENV)/.learn)
 
 # The pictures of the gallery, by the commands that docs/pictures.py lists, in Chromium.
 pictures: $(VENV)/.dev
-	$(BIN)/python docs/pictures.py
+	$(BIN)/python -m docs.pictures
 
 # Wheel and sdist, into dist/: built, checked, installed into a new environment and used there.
 dist: $(VENV)/.dist

@@ -84,7 +84,7 @@ function show() {
 	$("temperature").value = Math.log10(state.T);
 	$("temperature-out").textContent = fixed(state.T, 2);
 	for (const name of ["map", "prior"]) for (const input of $(name).querySelectorAll("input")) input.checked = input.value === state[name];
-	$("reset").hidden = state.map === "softmax" && state.prior === "uniform" && state.T === 1 && !state.cuts.length;
+	$("reset").classList.toggle("unseen", state.map === "softmax" && state.prior === "uniform" && state.T === 1 && !state.cuts.length);
 	write();
 }
 function set(patch, again = false) {
