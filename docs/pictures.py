@@ -60,12 +60,16 @@ def main() -> None:
 
 
 def run_command(*words: str) -> None:
+    """Run ``fenchel`` as a user would, without what it prints."""
     command = [sys.executable, "-m", "fenchel", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def screenshot(browser: Browser) -> Image.Image:
-    return Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
+    """The top of the page, without the empty space below a short one."""
+    image = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
+    height = browser.run("return Math.ceil(document.body.getBoundingClientRect().bottom)")
+    return image.crop((0, 0, image.width, min(image.height, height)))
 
 
 def film(browser: Browser, page: Path, picture: str) -> None:
@@ -92,6 +96,7 @@ def film(browser: Browser, page: Path, picture: str) -> None:
 
 
 def save(frames: list[Image.Image], picture: str, durations: list[int] | None = None) -> None:
+    """One picture, or a moving one with a duration per frame in milliseconds."""
     moving = {"save_all": True, "append_images": frames[1:], "duration": durations, "loop": 0}
     frames[0].save(IMAGES / picture, quality=70, method=6, **(moving if durations else {}))
     print((IMAGES / picture).relative_to(ROOT))
