@@ -39,6 +39,16 @@ docs: $(VENV)/.docs $(if $(COURSE),$(VENV)/.learn)
 	$(if $(COURSE),rm -rf site/course && $(BIN)/fenchel learn --freeze site/course)
 	@echo "Open site/index.html in a browser."
 
+# The same with the site of every release in a folder of its version, as docs.yml publishes it.
+RELEASES = $(shell git tag --list 'v*' | sed 's/^v//')
+site:
+	RELEASES="$(RELEASES)" $(MAKE) docs
+	for version in $(RELEASES); do \
+		rm -rf build/release && git worktree prune && git worktree add --detach build/release v$$version && \
+		RELEASES= $(MAKE) -C build/release docs && rm -rf site/$$version && mv build/release/site site/$$version && \
+		git worktree remove --force build/release || exit 1; \
+	done
+
 # The pictures of the gallery, by the commands that docs/pictures.py lists, in Chromium.
 pictures: $(VENV)/.dev
 	$(BIN)/python -m docs.pictures
@@ -80,4 +90,4 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 
-.PHONY: demo test lint kernels bench fuzz docs pictures dist course lesson-model
+.PHONY: demo test lint kernels bench fuzz docs site pictures dist course lesson-model

@@ -53,6 +53,11 @@ COURSE = """
 <p><a href="course/index.html">Open the course here</a>: it needs no installation.</p>
 """
 """Below the heading of the page of the lessons, where the site has the web edition inside."""
+VERSIONS = """
+
+<p>These pages are of the newest state. Releases: {links}.</p>
+"""
+"""Below the heading of the front page, where the site has those of releases inside."""
 CODE = re.compile(r"(^```.*?^```$|``[^\n]*?``|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\\w])\$(?!\s)([^$\n]+?(?:\n[^$\n]+?)?)(?<!\s)\$(?!\d)", re.DOTALL
@@ -79,7 +84,11 @@ def write(source: Path) -> None:
     for package in packages():
         save(source / f"api/{package}.md", api(package))
     front = source / "index.md"
-    front.write_text(front.read_text(encoding="utf-8") + sidebar(), encoding="utf-8")
+    text = front.read_text(encoding="utf-8")
+    if releases := os.environ.get("RELEASES", "").split():
+        links = ", ".join(f'<a href="{name}/index.html">{name}</a>' for name in releases)
+        text = text.replace("\n", VERSIONS.format(links=links), 1)
+    front.write_text(text + sidebar(), encoding="utf-8")
 
 
 def save(path: Path, text: str) -> None:

@@ -164,10 +164,16 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert all((ROOT / page).exists() for page in site.MOVED)
 
 
-def test_the_pages_of_the_site_have_their_links_pictures_and_formulas(tmp_path: Path) -> None:
+def test_the_pages_of_the_site_have_their_links_pictures_and_formulas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("latex2mathml")
     site = script("docs/site.py")
+    monkeypatch.setenv("RELEASES", "0.1.0 0.2.0")
     site.write(tmp_path / "source")
+    heading, versions = (tmp_path / "source/index.md").read_text().split("\n\n")[:2]
+    assert heading == "# fenchel"
+    assert '<a href="0.2.0/index.html">0.2.0</a>' in versions
     for page in (tmp_path / "source").rglob("*.md"):
         outside_code = "".join(site.CODE.split(page.read_text())[::2])
         for target, _ in site.LINK.findall(outside_code):
