@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness import record
 from fenchel import pipeline
 from fenchel.checkpoints import load
@@ -50,7 +52,7 @@ def fresh(run: Path, folder: Path) -> Path:
     _, tokenizer, _ = load(run)
     config = pipeline.settings(RunDir(run).read_settings())
     model = build_model(config)
-    start_weights(config, model, pipeline.open_corpus(run).train)
+    start_weights(config, model, pipeline.open_corpus(run).train, torch.device("cpu"))
     save(model, tokenizer, folder / run.name)
     return folder / run.name
 

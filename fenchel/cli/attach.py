@@ -191,7 +191,7 @@ def _score(
 
     config = model.config.get_text_config()
     context = min(context, getattr(config, "max_position_embeddings", None) or context)
-    batch = max(1, min(4, LOGITS // (context * config.vocab_size)))
+    batch = max(1, min(4, LOGITS["cpu"] // (context * config.vocab_size)))
     with nullcontext() if choice is None else attach(model, choice):
         return score(Logits(), ids, bytes=size, context=context, limit=tokens, batch=batch)
 

@@ -109,7 +109,7 @@ def texts() -> Listed:
 
 
 def presets() -> Listed:
-    """The presets, with the memory that a step of theirs takes on one GPU."""
+    """The presets, with the least memory of a step on one GPU."""
     rows = read()["presets"]
     table = _table("preset", ">params", ">blocks", ">heads", ">context", ">vocab.", ">GB", "like")
     for row in rows:
@@ -125,7 +125,7 @@ def presets() -> Listed:
             row["about"],
         )
     notes = [
-        "GB: memory of training on one GPU in bfloat16, by the formulas of fenchel plan.",
+        "GB: least memory of training on one GPU in bfloat16, a sequence at a time (fenchel plan).",
         "*: the vocabulary follows the text; this is that of sotu.",
         "fenchel train --preset NAME; any --set overrides it.",
     ]

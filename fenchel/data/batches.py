@@ -34,9 +34,15 @@ class Batch(NamedTuple):
     """The number of the document that an input belongs to; None where a row is one text."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
-        segments = None if self.segments is None else self.segments.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), segments)
+        """The batch on a device; the host does not wait for a copy to a GPU."""
+
+        def moved(x: Tensor) -> Tensor:
+            if device.type != "cuda" or x.is_cuda:
+                return x.to(device)
+            return x.pin_memory().to(device, non_blocking=True)
+
+        segments = None if self.segments is None else moved(self.segments)
+        return Batch(moved(self.inputs), moved(self.targets), segments)
 
     def rows(self, first: int, last: int) -> "Batch":
         """Some of its rows."""

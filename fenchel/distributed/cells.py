@@ -43,7 +43,7 @@ A loss or norm that is not finite is the same number on all ranks, so all of the
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -59,7 +59,7 @@ from fenchel.optim import OptimConfig, Schedule, build_beta2
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
 from fenchel.train.hardware import memory_of
 from fenchel.train.stability import Stability
-from fenchel.train.step import compiled_blocks, deterministic, first_place
+from fenchel.train.step import deterministic, first_place
 
 
 class CellSum:
@@ -188,7 +188,7 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
             f"train.context_group={C} needs a multiple of {C} processes, and there are {ranks}."
         )
     groups = ranks // C
-    cells = config.cells or groups * -(-config.accumulate // groups)
+    cells = config.cells or groups * -(-(config.accumulate or 1) // groups)
     if config.cells is not None and cells < groups:
         raise ValueError(f"train.cells={cells} serves {cells * C} processes at most, not {ranks}.")
     if config.batch % cells:
@@ -379,9 +379,6 @@ class CellStepper(Stepper):
         owners.clear_gradients()
         rate = self.optimiser.param_groups[-1]["lr"]
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
-
-    def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        return compiled_blocks(model)  # the same graphs for weights whole or divided
 
     def _unscaled_gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
         """``_gradients`` where the loss is scaled or not; all ranks adapt the scale equally."""

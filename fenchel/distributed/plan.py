@@ -433,7 +433,7 @@ def plan(
     owned = sizes.owned(cluster.ranks)
     for layout in layouts(cluster):
         try:
-            forecasts.append(_forecast(layout, sizes, owned, model, train, cluster))
+            forecasts.append(_divided(layout, sizes, owned, model, train, cluster))
         except ValueError as error:
             refused[str(layout)] = str(error)
     if not forecasts:
@@ -450,6 +450,41 @@ def layouts(cluster: Cluster) -> Iterator[ParallelLayout]:
         for C in CONTEXTS:
             if cluster.ranks % C == 0:
                 yield from (ParallelLayout(shard, C, recompute) for recompute in (False, True))
+
+
+def micro_batches(train: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
+    """The settings with every ``train.accumulate`` that they leave open, the fewest first.
+
+    >>> [one.accumulate for one in micro_batches(TrainConfig(batch=12), ranks=2)]
+    [1, 3, 6, 12]
+    """
+    if train.accumulate is not None or train.cells is not None:
+        yield train
+        return
+    seen = set[int]()
+    for parts in range(1, train.batch + 1):
+        one = replace(train, accumulate=parts) if train.batch % parts == 0 else train
+        if one is train or train.batch % (cells := cell_count(one, ranks)) or cells in seen:
+            continue
+        seen.add(cells)
+        yield one
+
+
+def _divided(
+    layout: ParallelLayout,
+    sizes: Sizes,
+    owned: Owned,
+    model: ModelConfig,
+    train: TrainConfig,
+    cluster: Cluster,
+) -> Forecast:
+    """The forecast with the fewest micro-batches that fit or, where none does, with the most."""
+    grouped = replace(train, context_group=layout.context)
+    for one in list(micro_batches(grouped, cluster.ranks)) or [train]:
+        forecast = _forecast(layout, sizes, owned, model, one, cluster)
+        if forecast.fits:
+            break
+    return forecast
 
 
 def _forecast(
@@ -596,7 +631,7 @@ def advice(
     if train.shard != "none" and train.gather_dtype != "bfloat16":
         words, best = " and train.gather_dtype=bfloat16", replace(train, gather_dtype="bfloat16")
         changes.append((words.removeprefix(" and "), best, cluster))
-    W, parts = cluster.ranks, 2 * max(train.accumulate, cluster.ranks)
+    W, parts = cluster.ranks, 2 * max(train.accumulate or train.batch, cluster.ranks)
     while train.cells is None and train.batch % parts == 0 and parts % W == 0:
         fewer = replace(best, accumulate=parts)
         changes.append((f"train.accumulate={parts}{words}", fewer, cluster))

@@ -101,13 +101,16 @@ def score(
     if bytes < 1:
         raise ValueError(f"bytes={bytes} should be those that the targets spell, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
-    sums: list[Block] = []
+    blocks, sums = list[tuple[int, int]](), list[Tensor]()
     for number, logits_NV, targets_N in predictions(
         model, part, context=context, stride=stride, batch=batch, progress=progress, shared=shared
     ):
-        sums.append((number, len(targets_N), [_loss_sum(logits_NV, targets_N)]))
+        blocks.append((number, len(targets_N)))
+        sums.append(_loss_sum(logits_NV, targets_N))
     total, count = 0.0, 0
-    for _, targets, (loss_sum,) in _in_order(sums, shared):
+    numbers = torch.stack(sums).tolist() if sums else []  # one wait for the device
+    found = [(*block, [total]) for block, total in zip(blocks, numbers, strict=True)]
+    for _, targets, (loss_sum,) in _in_order(found, shared):
         total += loss_sum
         count += targets
     loss = _number(total / count)
@@ -139,7 +142,7 @@ def score_documents(
     total, count = 0.0, 0
     pairs = document_predictions(model, documents, limit=limit, progress=progress)
     for logits_NV, targets_N in pairs:
-        total += _loss_sum(logits_NV, targets_N)
+        total += float(_loss_sum(logits_NV, targets_N))
         count += len(targets_N)
     loss = _number(total / count)
     share = bytes * count / (documents.targets + documents.cut_off)
@@ -157,7 +160,7 @@ def document_predictions(
     """Blocks of logits (N, V) and targets (N,), row by row; every scored token once."""
     require_decoder(model)
     device, count = model.lm_head_weight.device, 0
-    rows = max(1, LOGITS // model.config.vocabulary)
+    rows = _rows(model)
     with evaluating(model):
         for batch in documents.in_order():
             inputs, targets, segments = batch.to(device)
@@ -241,17 +244,16 @@ def _in_order(blocks: list[Block], shared: Sharing | None) -> list[Block]:
     return sorted(chain.from_iterable(shared.gather(blocks)), key=itemgetter(0))  # stable
 
 
-def _loss_sum(logits_NV: Tensor, targets_N: Tensor) -> float:
+def _loss_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
-    return float(_sum(losses_N))
+    return _sum(cross_entropy(logits_NV.to(wide), targets_N, reduction="none"))
 
 
 def _sum(x_N: Tensor) -> Tensor:
-    """The sum in float64, on the CPU."""
+    """The sum in float64."""
     if x_N.device.type == "mps":  # which has no float64
         x_N = x_N.cpu()
-    return x_N.sum(dtype=torch.float64).cpu()
+    return x_N.sum(dtype=torch.float64)
 
 
 def _number(loss: float) -> float:
@@ -263,8 +265,8 @@ def _number(loss: float) -> float:
     return loss
 
 
-LOGITS = 1 << 24
-"""The most logits in memory at once, 64 MiB in float32."""
+LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""The most logits in memory at once: 64 MiB in float32, and 256 MiB to keep a GPU busy."""
 ACTIVATIONS = 1 << 26
 """About the most numbers of a layer in memory at once."""
 
@@ -320,12 +322,18 @@ def _blocks(
     if not isinstance(model, Transformer):
         yield model(inputs_BT)[scored_BT], targets_BT[scored_BT]
         return
-    rows = max(1, LOGITS // model.config.vocabulary)
+    rows = _rows(model)
     for part, x_BtM in _hidden(model, inputs_BT):
         scored_Bt = scored_BT[:, part]
         x_NM, targets_N = x_BtM[scored_Bt], targets_BT[:, part][scored_Bt]
         for x, y in zip(torch.split(x_NM, rows), torch.split(targets_N, rows), strict=True):
             yield model.logits(x), y
+
+
+def _rows(model: Transformer) -> int:
+    """Positions whose logits are in memory at once."""
+    device = model.lm_head_weight.device.type
+    return max(1, LOGITS.get(device, LOGITS["cpu"]) // model.config.vocabulary)
 
 
 def _hidden(model: Transformer, inputs_BT: Tensor) -> Iterator[tuple[slice, Tensor]]:

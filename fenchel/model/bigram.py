@@ -35,7 +35,8 @@ tokens are followed by the same ones, which is a better start than none (docs/lo
 
 The decomposition is that of Halko, Martinsson and Tropp (2011): a random range finder with power
 iterations. X is a sparse matrix minus one of rank one, and is never written out: the cost grows
-with the pairs that occur, not with V^2.
+with the pairs that occur, not with V^2. It is computed on ``device``: 50,257 tokens of width 768
+take 15 s on one core and less than one on an H200.
 
 M width of the stream, V vocabulary, N pairs counted, Z pairs that occur.
 """
@@ -59,6 +60,7 @@ _BLOCK = 2**12
 _OVERSAMPLING = 32
 """Further columns of the range finder."""
 _POWERS = 2
+_CPU = torch.device("cpu")
 
 
 class BigramFactors(NamedTuple):
@@ -74,19 +76,26 @@ def applies_to(model: Transformer) -> bool:
 
 
 @torch.no_grad()
-def start_from_bigrams(model: Transformer, ids: np.ndarray, generator: torch.Generator) -> None:
+def start_from_bigrams(
+    model: Transformer,
+    ids: np.ndarray,
+    generator: torch.Generator,
+    device: torch.device = _CPU,
+) -> None:
     """Overwrite the embedding, and the LM head where it is not tied, of a model that it applies to.
 
     ``ids`` are the tokens of the training text, ``generator`` is one of the CPU.
     """
     V, M = model.embed.weight.shape
-    factors = bigram_factors(ids, V, M, generator)
+    factors = bigram_factors(ids, V, M, generator, device)
     model.embed.weight.copy_(SIZE * factors.embedding)
     if model.lm_head is not None:
         model.lm_head.weight.copy_(factors.lm_head / model.config.logit_scale)
 
 
-def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) -> BigramFactors:
+def bigram_factors(
+    ids: np.ndarray, V: int, M: int, generator: torch.Generator, device: torch.device = _CPU
+) -> BigramFactors:
     """The embedding, in rows of root mean square 1, and the LM head.
 
     >>> ids = np.array([0, 1, 0, 1, 0, 1, 0, 2] * 200)
@@ -105,8 +114,9 @@ def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) 
     values = (r_V[i_Z] * S_Z * s_V[j_Z]).float()
     at = torch.stack((i_Z, j_Z))
     sparse = torch.sparse_coo_tensor(at, values, (V, V), check_invariants=True).coalesce()
-    U, D, Vt = _truncated_svd(sparse, t_V.float(), s_V.float(), min(M, V) - 1, generator)
-    r_V, s_V, log_p_V = r_V.float(), s_V.float(), (p_V.log() - p_V.log().mean()).float()
+    log_p_V = p_V.log() - p_V.log().mean()
+    r_V, s_V, t_V, log_p_V = (x.float().to(device) for x in (r_V, s_V, t_V, log_p_V))
+    U, D, Vt = _truncated_svd(sparse.to(device), t_V, s_V, min(M, V) - 1, generator)
     a = U * D.sqrt() / r_V.unsqueeze(1)
     b = Vt.mT * D.sqrt() / s_V.unsqueeze(1)
 
@@ -117,7 +127,7 @@ def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) 
     e = torch.cat((a, rest_V.unsqueeze(1)), 1) * (M**0.5 / R)
     W = torch.cat((b, log_p_V.unsqueeze(1) / R), 1) * (R / M**0.5)
     rotation, _ = qr(torch.randn(M, M, generator=generator))
-    rows = rotation[: e.shape[1]]
+    rows = rotation[: e.shape[1]].to(device)
     return BigramFactors(e @ rows, W @ rows)
 
 
@@ -140,7 +150,10 @@ def _count_pairs(ids: np.ndarray, V: int) -> tuple[Tensor, Tensor, Tensor]:
 def _truncated_svd(
     sparse: Tensor, t: Tensor, s: Tensor, rank: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first ``rank`` terms of the decomposition of sparse - t s^T: U, D and V^T."""
+    """The first ``rank`` terms of the decomposition of sparse - t s^T: U, D and V^T.
+
+    With Q R = X^T Q' of the last range Q', that of X is the small one of R^T within Q' and Q.
+    """
     transposed = sparse.t().coalesce()
     columns = min(len(t), rank + _OVERSAMPLING)
 
@@ -152,9 +165,10 @@ def _truncated_svd(
         product: Tensor = torch.sparse.mm(transposed, x)
         return product - torch.outer(s, t @ x)
 
-    Q, _ = qr(times(torch.randn(len(t), columns, generator=generator)))
+    Q, _ = qr(times(torch.randn(len(t), columns, generator=generator).to(t.device)))
     for _ in range(_POWERS):
         Q, _ = qr(transposed_times(Q))
         Q, _ = qr(times(Q))
-    U, D, Vt = torch.linalg.svd(transposed_times(Q).mT, full_matrices=False)
-    return (Q @ U)[:, :rank], D[:rank], Vt[:rank]
+    Q_right, R = qr(transposed_times(Q))
+    U, D, Vt = torch.linalg.svd(R.mT)
+    return Q @ U[:, :rank], D[:rank], Vt[:rank] @ Q_right.mT

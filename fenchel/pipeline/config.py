@@ -39,7 +39,10 @@ LONGEST_ROW = 1024
 """Positions per row of a tuned model with a longer context, where tune.context is not given."""
 ADAPTER_RULES = ("adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
 """Optimisers that can train adapters: the others measure the weights beside them."""
-_DERIVED = ("model.vocabulary", "train.steps", "train.threads")
+_DERIVED = (
+    *("model.vocabulary", "train.steps", "train.threads"),
+    *("train.accumulate", "train.compile"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +246,9 @@ def change_settings(
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
     messages = []
     train = settings(before).train
-    same_bits = {*NO_EFFECT_ON_WEIGHTS}
+    same_bits = {*NO_EFFECT_ON_WEIGHTS, "train.recompute"}
     if train.cells is not None:
         same_bits.add("train.shard")
-    if train.cells is not None or not train.compile:  # else one graph becomes a graph per block
-        same_bits.add("train.recompute")
     for section, values in changes.items():
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             name = f"{section}.{key}" if key else section

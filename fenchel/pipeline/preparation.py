@@ -12,7 +12,7 @@ are given is not timed.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,6 +33,7 @@ from fenchel.distributed.cells import (
     cell_count,
     require_supported,
 )
+from fenchel.distributed.plan import Cluster, micro_batches, plan
 from fenchel.distributed.processes import ALONE, World
 from fenchel.files import (
     Damaged,
@@ -49,13 +50,20 @@ from fenchel.optim import Schedule, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.pipeline.lipschitz import projection
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
-from fenchel.train.hardware import cores, memory_of
+from fenchel.train.hardware import compiler_works, cores, free_memory, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
+from fenchel.train.step import autocast, deterministic
 
 EVALUATION_SHARE = 0.04
 """Part of a time budget that is left to evaluations and checkpoints."""
 TIMING_SHARE = 0.05
 """Part of a time budget after which no further step is timed."""
+ROOM = 0.8
+"""Share of the free memory that the counted memory of a step may take."""
+GPU_RATE = 440e12
+"""Operations per second of training on an H200, the fastest GPU measured (distributed/plan.py)."""
+WORTH_COMPILING = 60.0
+"""Seconds of operations at that rate from which compiling gains time."""
 
 
 def record_corpus(run: RunDir, corpus: Corpus) -> None:
@@ -184,15 +192,18 @@ def meta_to_train(config: RunConfig) -> Transformer:
     return model
 
 
-def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
+def start_weights(config: RunConfig, model: Transformer, ids: Ids, device: torch.device) -> None:
     """Give a fresh model the embedding and LM head of ``train.init``; ids of the training text.
 
     The counts are fitted by logits of softmax, and are no start for the loss of another map.
+    ``device`` is that of the run. Its CPU computes where it is none of CUDA.
     """
     train = config.train
     if train.init == "bigram" and train.loss == "cross_entropy" and applies_to(model):
-        with _one_thread():
-            start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
+        generator = torch.Generator().manual_seed(config.seed)
+        device = device if device.type == "cuda" else torch.device("cpu")
+        with _one_thread(), deterministic(device, enabled=train.deterministic):
+            start_from_bigrams(model, ids, generator, device)
 
 
 @contextmanager
@@ -223,7 +234,7 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
         for n in (least, least + (not c.has_delta))
     )
     parameters = one + (c.block_count - least) * (two - one)
-    parts = train.accumulate if world.size == 1 else 1
+    parts = (train.accumulate or train.batch) if world.size == 1 else 1
     groups = max(1, world.size // train.context_group)
     rows = train.batch // max(parts, train.cells or 1, groups)
     tokens = rows * config.row_length // train.context_group
@@ -246,6 +257,39 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
         )
 
 
+def memory(config: RunConfig, model: Transformer, device: torch.device) -> dict[str, int]:
+    """Bytes of a step by category, by the formulas of ``fenchel plan`` for one process.
+
+    With adapters, gradients and the optimiser's state are those of the adapters alone.
+    """
+    narrow = autocast(config.train.precision, device) is not nullcontext
+    train = replace(config.train, precision="bfloat16" if narrow else "float32")
+    row = replace(config.model, context=config.row_length)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    forecasts = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts
+    forecast = forecasts[int(train.recompute != "none")]
+    found = {name: int(size) for name, size in forecast.memory.items()}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in model.parameters())
+    adapted = config.lora is not None
+    return {
+        "weights": weights,
+        "gradients": 4 * trained,
+        "optimiser": 8 * trained if adapted else found["state"],
+        "activations": found["activations"] + found["casts"],
+        "logits": found["loss"] - (4 * model.lm_head_weight.numel() if adapted else 0),
+    }
+
+
+def memory_sentence(sizes: Mapping[str, int]) -> str:
+    """
+    >>> memory_sentence({"weights": 3 * 2**30, "gradients": 5 * 2**20})
+    'A step needs about 3.0 GiB of memory: weights 3.0 GiB, gradients 5.0 MiB.'
+    """
+    parts = ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
+    return f"A step needs about {amount(sum(sizes.values()))} of memory: {parts}."
+
+
 def amount(size: int) -> str:
     """
     >>> amount(3 * 2**30), amount(5 * 2**20)
@@ -261,6 +305,47 @@ def require_room(model: nn.Module, run: RunDir) -> None:
     require_space(run.path, int(1.2 * 3 * weights) + 2**20)
 
 
+def divide_step(
+    config: RunConfig, model: Transformer, device: torch.device, world: World = ALONE
+) -> RunConfig:
+    """``config`` with as few micro-batches as the free memory has room for, if none are given.
+
+    The fewest where no formula counts the memory of a model (gated DeltaNet). ``model`` is on its
+    device, or without values.
+    """
+    choices = list(micro_batches(config.train, world.size))
+    if config.train.accumulate is not None or config.train.cells is not None or not choices:
+        return config
+    here = 0 if model.lm_head_weight.is_meta else sum(p.nbytes for p in model.parameters())
+    room = ROOM * (free_memory(device) + here) / (world.local_size if device.type == "cpu" else 1)
+    room = world.on_first(lambda: room)
+    for train in choices:
+        cells = cell_count(train, world.size)
+        one = replace(config, train=replace(train, accumulate=cells, context_group=1))
+        if config.model.has_delta or sum(memory(one, model, device).values()) <= room:
+            break
+    return replace(config, train=train)
+
+
+def compiles_blocks(config: RunConfig, device: torch.device, steps: int, world: World) -> bool:
+    """Whether blocks are compiled: as the settings have it or, where they leave it open, by gain.
+
+    On an H200 compiling takes 3 to 8 s and saves a tenth of the steps that keep the GPU busy, and
+    nothing of those that wait for the host (docs/log.md).
+    """
+    train, model = config.train, config.model
+    if train.compile is not None:
+        return train.compile
+    maps = {model.choice_of(layer) for layer in range(model.layers)}
+    measured = not (model.experts or model.has_delta or model.entmax_alpha_learned)
+    measured = measured and maps <= {"softmax", "entmax", "sparsemax"} and config.tune is None
+    observed = train.qk_clip is not None or train.entropy_floor > 0.0
+    if device.type != "cuda" or not measured or observed or in_cells(config, world):
+        return False
+    busy = steps * training_flops(model, batch=train.batch) / GPU_RATE
+    return busy >= WORTH_COMPILING and compiler_works(device.type)
+
+
 def resolve_steps(
     config: RunConfig,
     model: Transformer,
@@ -268,7 +353,7 @@ def resolve_steps(
     callback: RunCallback,
     world: World = ALONE,
 ) -> RunConfig:
-    """``config`` with its threads and, from a time budget, the steps that it is planned for."""
+    """``config`` with its threads, whether it compiles, and the steps planned for a budget."""
     in_parts, steps, pace = in_cells(config, world), config.train.steps, ""
     if steps is not None:
         threads = config.train.threads or (
@@ -288,14 +373,19 @@ def resolve_steps(
     parameters = sum(p.numel() for p in model.parameters())
     row = replace(config.model, context=config.row_length)
     operations = training_flops(row, batch=config.train.batch)
+    device, parts = select_device(config.train.device), config.train.accumulate or 1
+    compiles = compiles_blocks(config, device, steps, world)
     callback.message(
         f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; {pace}"
         + (f"{world.size} processes, each with " if world.size > 1 else "")
         + f"{threads} thread{'' if threads == 1 else 's'}; {steps:,} "
-        f"step{'' if steps == 1 else 's'}."
+        f"step{'' if steps == 1 else 's'}"
+        + (f" of {parts} micro-batches" if parts > 1 else "")
+        + (", compiled at the first, which takes some seconds." if compiles else ".")
     )
     callback.step(0, steps)  # the stage that a bar shows from here on
-    return replace(config, train=replace(config.train, threads=threads, steps=steps))
+    train = replace(config.train, threads=threads, steps=steps, compile=compiles)
+    return replace(config, train=train)
 
 
 def _time_steps(

@@ -26,7 +26,6 @@ the user.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple
 
 from fenchel.config import Setting, did_you_mean, without_unread
@@ -56,8 +55,6 @@ class Training(NamedTuple):
     """Peak learning rate of matrices and of all else."""
     tokens: int
     """Per step."""
-    passes: int
-    """Into which a step is divided, so that the memory is that of one of them."""
 
     def optim(self) -> dict[str, Any]:
         """Settings of the optimiser."""
@@ -65,14 +62,13 @@ class Training(NamedTuple):
 
     def train(self, context: int) -> dict[str, Any]:
         """Settings of the loop for sequences of ``context`` tokens."""
-        batch = self.tokens // context
-        return {"batch": batch, "accumulate": min(batch, self.passes)}
+        return {"batch": self.tokens // context}
 
 
-SMALL = Training(3e-3, 2**14, 1)
-BASE = Training(3e-3, 2**16, 4)
-LARGE = Training(1e-3, 2**18, 32)
-HUGE = Training(5e-4, 2**22, 2**10)
+SMALL = Training(3e-3, 2**14)
+BASE = Training(3e-3, 2**16)
+LARGE = Training(1e-3, 2**18)
+HUGE = Training(5e-4, 2**22)
 
 
 @dataclass(frozen=True)
@@ -191,10 +187,6 @@ def expand(name: Any, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     values = preset.sections()
     values["model"]["vocabulary"] = LARGEST_DEFAULT if vocabulary is None else vocabulary
     given = {key: sections.get(key, {}) for key in values}
-    if "cells" in given["train"]:  # another division of a step
-        values["train"].pop("accumulate", None)
-    elif "accumulate" in values["train"] and type(batch := given["train"].get("batch")) is int:
-        values["train"]["accumulate"] = gcd(batch, values["train"]["accumulate"])
     classes = {"model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
     read = {
         key: without_unread(cls, given[key], values[key], where=f"{key}.")

@@ -32,6 +32,7 @@ from fenchel.pipeline.config import RunCallback, RunConfig
 from fenchel.pipeline.preparation import (
     build_batches,
     build_model,
+    divide_step,
     meta_to_train,
     new_text,
     record_corpus,
@@ -146,11 +147,12 @@ class Task:
             saved = begun and self.config.lora is None
             model = build_model(self.config) if saved else self.first_model()
             self.model = model.to(self.device)
+        self.config = divide_step(self.config, self.model, self.device, self.world)
 
     def first_model(self) -> Transformer:
         """The model at its first step, on the CPU: drawn, with the start of ``train.init``."""
         model = build_model(self.config)
-        start_weights(self.config, model, self.corpus.train)
+        start_weights(self.config, model, self.corpus.train, self.device)
         return model
 
     @property
@@ -199,7 +201,7 @@ class Task:
         ids = batch.inputs[:2]
         if batch.segments is not None:
             ids = batch.inputs[:1, batch.segments[0] == batch.segments[0, 0]]
-        health = attention_health(self.model, ids)
+        health = attention_health(self.model, ids.to(self.device))
         reshard(self.model)
         return health
 

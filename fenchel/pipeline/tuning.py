@@ -24,7 +24,6 @@ checkpoint again, and refuses one whose weights are not those that it began with
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +55,6 @@ from fenchel.data import (
     holds_conversations,
 )
 from fenchel.data.chat import PLAIN_WITH_END
-from fenchel.distributed.plan import Cluster, plan
 from fenchel.evaluate import (
     attention_health,
     document_kl,
@@ -72,11 +70,10 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import add_lora
 from fenchel.pipeline.config import RunConfig, section, settings
-from fenchel.pipeline.preparation import amount
+from fenchel.pipeline.preparation import memory, memory_sentence
 from fenchel.pipeline.task import Task
 from fenchel.train import require_loggers
 from fenchel.train.loop import ConstrainFunction
-from fenchel.train.step import autocast
 
 ROWS, EPOCH_STEPS = 8, 8
 """Rows of a batch, and the fewest steps of an epoch, where train.batch is not given."""
@@ -258,7 +255,7 @@ class TuneTask(Task):
         if "batch" not in given:
             batch = max(1, min(ROWS, rows // EPOCH_STEPS))
             groups = max(1, self.world.size // train.context_group)
-            parts = train.cells or math.lcm(train.accumulate, groups)
+            parts = train.cells or math.lcm(train.accumulate or 1, groups)
             train = replace(train, batch=max(parts, batch - batch % parts))
         if "steps" not in given and "budget" not in given:
             epochs = self.config.tune.epochs
@@ -286,7 +283,8 @@ class TuneTask(Task):
         super().build_model(begun=begun)
         counted = self.world.size == 1 and not self.config.model.has_delta
         if self.source is not None and counted:
-            self.callback.message(memory_sentence(memory(self.config, self.model)))
+            sizes = memory(self.config, self.model, self.device)
+            self.callback.message(memory_sentence(sizes))
         self.source = None  # frees the weights as they were loaded
 
     def first_model(self) -> Transformer:
@@ -440,40 +438,6 @@ class TuneTask(Task):
             },
             "sensitivity": attention_sensitivity(model, ids),
         }
-
-
-def memory(config: RunConfig, model: Transformer) -> dict[str, int]:
-    """Bytes of a step by category, by the formulas of ``fenchel plan`` for one process.
-
-    With adapters, gradients and the optimiser's state are those of the adapters alone.
-    """
-    device = model.lm_head_weight.device
-    narrow = autocast(config.train.precision, device) is not nullcontext
-    train = replace(config.train, precision="bfloat16" if narrow else "float32")
-    row = replace(config.model, context=config.row_length)
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    forecasts = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts
-    forecast = forecasts[int(train.recompute != "none")]
-    found = {name: int(size) for name, size in forecast.memory.items()}
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = sum(p.nbytes for p in model.parameters())
-    adapted = config.lora is not None
-    return {
-        "weights": weights,
-        "gradients": 4 * trained,
-        "optimiser": 8 * trained if adapted else found["state"],
-        "activations": found["activations"] + found["casts"],
-        "logits": found["loss"] - (4 * model.lm_head_weight.numel() if adapted else 0),
-    }
-
-
-def memory_sentence(sizes: Mapping[str, int]) -> str:
-    """
-    >>> memory_sentence({"weights": 3 * 2**30, "gradients": 5 * 2**20})
-    'A step needs about 3.0 GiB of memory: weights 3.0 GiB, gradients 5.0 MiB.'
-    """
-    parts = ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
-    return f"A step needs about {amount(sum(sizes.values()))} of memory: {parts}."
 
 
 def _count(number: int, noun: str) -> str:

@@ -32,9 +32,9 @@ class TrainConfig:
     At the deadline the run ends, with the learning rate at the end of its schedule."""
     batch: int = 32
     """Sequences per step, B."""
-    accumulate: int = 1
+    accumulate: int | None = None
     """Micro-batches that a step is split into, a divisor of ``batch``: the same step, up to
-    rounding, in less memory."""
+    rounding, in less memory. None is as few as the memory of the device has room for."""
     cells: int | None = None
     """Parts, a divisor of ``batch``, that a step is always divided into, so that its result has the
     same bits for any number of processes up to this one; None makes no such promise."""
@@ -85,8 +85,9 @@ class TrainConfig:
     """"cpu", "cuda", "cuda:1", "mps", ..., or "auto": a GPU when there is one."""
     deterministic: bool = True
     """On a GPU, use only deterministic kernels, so that a run repeats bit for bit."""
-    compile: bool = False
-    """Compile the forward pass with torch.compile: a minute at first, then faster GPU steps."""
+    compile: bool | None = None
+    """Compile the blocks of the model with torch.compile: some seconds at first, then faster steps.
+    None compiles on a GPU where the steps of the run keep it busy for a minute or more."""
     threads: int | None = None
     """CPU threads; None takes the fastest of a few counts that are timed for a budget, and the
     default of torch where steps are given."""
@@ -113,11 +114,11 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        counts = "batch accumulate context_group log_every keep max_nonfinite_steps"
-        for name in (*counts.split(), "evaluate_tokens"):
+        counts = "batch context_group log_every keep max_nonfinite_steps evaluate_tokens"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1.")
-        for name in ("steps", "threads", "evaluate_every", "save_every"):
+        for name in ("steps", "threads", "accumulate", "evaluate_every", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} should be at least 1, or left out.")
@@ -125,10 +126,10 @@ class TrainConfig:
             raise ValueError("either steps or budget should be given.")
         if self.budget is not None:
             seconds(self.budget)
-        if self.batch % self.accumulate:
+        if self.batch % (self.accumulate or 1):
             raise ValueError(f"accumulate={self.accumulate} does not divide batch={self.batch}.")
         if self.cells is not None:
-            if self.accumulate > 1:
+            if self.accumulate not in (None, 1):
                 raise ValueError(
                     f"cells={self.cells} divides a step already; leave out "
                     f"accumulate={self.accumulate}."

@@ -28,6 +28,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ import torch
 
 import fenchel
 from fenchel.operating_system import SYSTEM
+from fenchel.torch_internals import is_compiler_failure
 
 _CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _GPU = re.compile(r"Tried to allocate ([\d.]+ \w+)")
@@ -191,6 +193,30 @@ def memory_of(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return SYSTEM.memory()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that nothing occupies yet on a GPU; elsewhere half of all there is.
+
+    >>> free_memory(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return memory_of(device) // 2
+
+
+@cache
+def compiler_works(device: str) -> bool:
+    """Whether torch.compile makes a kernel here, for which it needs a C compiler."""
+    try:
+        torch.compile(torch.nn.functional.softplus)(torch.zeros(1, device=device))
+    except Exception as error:
+        if is_compiler_failure(error):
+            return False
+        raise
+    return True
 
 
 class StepTime(NamedTuple):

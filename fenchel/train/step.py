@@ -168,7 +168,7 @@ class Stepper:
         observed = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if observed else None
         self.power_iterated = [m for m in model.modules() if isinstance(m, PowerIterated)]
-        self.forward: Callable[..., Tensor] = self._compiled(model) if config.compile else model
+        self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
         self._arguments: dict[str, Any] = {}
         """Further arguments of the forward pass."""
         if self.stability is not None:
@@ -185,15 +185,18 @@ class Stepper:
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
-        batch = self.batches.at(step).to(self.device)
+        batch = self.batches.at(step)
         self._set_rates(step)
         self.model.train()
         with (
             deterministic(self.device, enabled=self.config.deterministic),
             one_power_iteration(self.power_iterated),
         ):
-            loss = self._gradient(batch, step)
+            mean = self._gradient(batch, step)
+        # The norm is the only number for which the host waits: a GPU is given all of the forward
+        # and backward pass before.
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
+        loss = float(mean)
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimiser.step()
             if self.stability is not None:
@@ -206,10 +209,6 @@ class Stepper:
         rate = self.optimiser.param_groups[-1]["lr"]
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
 
-    def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        # A block that is run again is a separate graph.
-        return compiled(model) if self.config.recompute == "none" else compiled_blocks(model)
-
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)
         for group in self.optimiser.param_groups:
@@ -217,21 +216,23 @@ class Stepper:
             if self.beta2 is not None and "betas" in group:
                 group["betas"] = (group["betas"][0], self.beta2(step))
 
-    def _gradient(self, batch: Batch, step: int) -> float:
+    def _gradient(self, batch: Batch, step: int) -> Tensor | float:
         """Accumulate the gradient of a step; return the mean loss."""
         if self.scaling is None:
             return self._accumulate(batch, step)
-        return self.scaling.gradient(lambda: self._accumulate(batch, step))
+        return self.scaling.gradient(lambda: float(self._accumulate(batch, step)))
 
-    def _accumulate(self, batch: Batch, step: int) -> float:
-        parts = batch.targets.chunk(self.config.accumulate)
-        counts = [count_targets(targets) for targets in parts]
-        count, total = max(1, sum(counts)), 0.0
+    def _accumulate(self, batch: Batch, step: int) -> Tensor:
+        parts = self._parts(batch)
+        counts = [count_targets(part.targets) for part in parts]
+        count, losses = max(1, sum(counts)), []
         if self.stability is not None:
             self.stability.reset()
-        for hidden, targets, own in zip(self._hidden(batch, step), parts, counts, strict=True):
+        for number, (part, own) in enumerate(zip(parts, counts, strict=True)):
+            part = part.to(self.device)
+            hidden = self._hidden_of_part(part, step, number)
             with self.autocast():
-                loss = self._loss(hidden, targets)
+                loss = self._loss(hidden, part.targets)
             whole = loss / count
             if (balance := self.model.balance()) is not None:
                 whole = whole + self.config.balance_weight * balance * (own / count)
@@ -241,8 +242,8 @@ class Stepper:
                 whole.backward()  # type: ignore[no-untyped-call]
             else:
                 self.scaling.backward(whole)
-            total += loss.item()
-        return total / count
+            losses.append(loss.detach())
+        return torch.stack(losses).sum() / count
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum over the targets, in parts where the LM head is one matrix."""
@@ -258,11 +259,16 @@ class Stepper:
             metrics["loss_scale"] = self.scaling.scale.factor
         return metrics
 
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of a step."""
+        count = self.config.accumulate or 1
+        rows = len(batch.inputs) // count
+        return [batch.rows(part * rows, (part + 1) * rows) for part in range(count)]
+
     def _hidden(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The input of the LM head of each micro-batch, each with its own dropout noise."""
-        rows = len(batch.inputs) // self.config.accumulate
-        for part in range(self.config.accumulate):
-            yield self._hidden_of_part(batch.rows(part * rows, (part + 1) * rows), step, part)
+        for number, part in enumerate(self._parts(batch)):
+            yield self._hidden_of_part(part.to(self.device), step, number)
 
     def _hidden_of_part(self, batch: Batch, step: int, part: int) -> Tensor:
         """The input of the LM head of micro-batch number ``part`` of a step."""
@@ -355,7 +361,8 @@ def deterministic(device: torch.device, *, enabled: bool) -> Iterator[None]:
     On a CPU with a fixed number of threads torch always does. On a GPU some kernels do not, among
     them the backward pass of fused attention: two runs of the same settings then differ in the
     last digits, and soon in all of them. An operation without such a kernel raises ValueError. A
-    fixed order costs some time (docs/log.md); ``enabled=False`` declines it.
+    fixed order costs some time (docs/log.md); ``enabled=False`` declines it. torch would also fill
+    all memory that it allocates, for code that reads what was not written.
     """
     if device.type != "cuda" or not enabled:
         yield
@@ -363,7 +370,10 @@ def deterministic(device: torch.device, *, enabled: bool) -> Iterator[None]:
     # cuBLAS reads this when it first allocates its workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     except RuntimeError as error:
@@ -373,30 +383,24 @@ def deterministic(device: torch.device, *, enabled: bool) -> Iterator[None]:
         raise ValueError(f"{reason}; allow others with train.deterministic=false.") from error
     finally:
         torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = filled
 
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:
-    """The forward pass by torch.compile; its errors become one sentence."""
-    forward = torch.compile(model)
+    """The forward pass by torch.compile, block by block; its errors become one sentence.
 
-    def call(*args: Any, **keywords: Any) -> Tensor:
-        with _compile_errors():
-            hidden: Tensor = forward(*args, **keywords)
-        return hidden
-
-    return call
-
-
-def compiled_blocks(model: nn.Module) -> Callable[..., Tensor]:
-    """The forward pass with every block by torch.compile; blocks of one kind share a graph.
-
-    The code between the blocks is not compiled: FSDP2 gathers weights there. Only these passes are
-    compiled, not those that evaluate the model or observe its attention. What is compiled of a
-    block is its method ``branches``, which ``forward`` calls, once or, with ``recompute``, again in
-    the backward pass: the same graph twice.
+    Blocks of one kind share a graph: that of GPT-2 is compiled in a tenth of the time that the
+    whole model takes, and as fast. FSDP2 gathers weights between the blocks, in code that is not
+    compiled. Only these passes are compiled, not those that evaluate the model or observe its
+    attention. What is compiled of a block is its method ``branches``, which ``forward`` calls,
+    once or, with ``recompute``, again in the backward pass: the same graph twice. A model without
+    such blocks is compiled whole.
     """
-    blocks: list[Any] = list(model.get_submodule("blocks").children())
+    within = getattr(model, "blocks", None)
+    parts: list[Any] = list(within.children()) if isinstance(within, nn.Module) else []
+    blocks = [block for block in parts if hasattr(block, "branches")]
     forwards = [torch.compile(block.branches) for block in blocks]
+    whole: Callable[..., Tensor] = model if blocks else torch.compile(model)
     # Blocks with different settings or hooks have different graphs; beyond 8 of them torch
     # would silently go on without compiling.
     graphs = {"recompile_limit": 8 + 4 * len(blocks), "accumulated_recompile_limit": 2**16}
@@ -406,7 +410,7 @@ def compiled_blocks(model: nn.Module) -> Callable[..., Tensor]:
             block.branches = forward
         try:
             with _compile_errors(), torch.compiler.config.patch(graphs):  # type: ignore[attr-defined]
-                hidden: Tensor = model(*args, **keywords)
+                hidden: Tensor = whole(*args, **keywords)
         finally:
             for block in blocks:
                 del block.branches

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenchel.distributed.cells import Sharding
 from fenchel.distributed.plan import (
+    GIGA,
+    USABLE,
     Bytes,
     Cluster,
     Forecast,
@@ -465,7 +467,7 @@ def test_a_batch_that_no_layout_can_divide() -> None:
 
 def test_advice_names_a_change_that_fits() -> None:
     optim, cluster = OptimConfig(), Cluster(ranks=64)
-    train = TrainConfig(batch=512, gather_dtype="bfloat16", precision="bfloat16")
+    train = TrainConfig(batch=512, accumulate=1, gather_dtype="bfloat16", precision="bfloat16")
     result = plan(SEVEN_B, train, optim, cluster)
     assert result.fastest(recompute=False) is None
     again = result.fastest()
@@ -552,3 +554,20 @@ def test_a_block_of_several_layers_is_gathered_for_each() -> None:
     learned = small(choice="entmax", entmax_alpha_learned=True)
     with pytest.raises(ValueError, match="learned exponents of entmax need values"):
         simulate(learned, optim, ranks=8, gather_dtype="float32")
+
+
+def test_a_plan_without_micro_batches_has_the_fewest_that_fit() -> None:
+    model = ModelConfig(vocabulary=1000, context=512, width=256, layers=4, heads=4)
+    train, optim = TrainConfig(batch=24, precision="bfloat16"), OptimConfig()
+
+    def forecast(parts: int | None, memory: float) -> Forecast:
+        cluster = Cluster(ranks=2, memory=memory)
+        return plan(model, replace(train, accumulate=parts), optim, cluster).forecasts[0]
+
+    whole = forecast(2, 80.0).peak / GIGA / USABLE
+    third = forecast(6, 80.0).peak / GIGA / USABLE
+    assert forecast(None, 1.001 * whole).passes == 1
+    assert forecast(None, 0.999 * whole).passes == 2
+    assert forecast(None, 1.001 * third).passes == 3
+    least = forecast(None, 0.01)
+    assert (least.passes, least.fits) == (12, False)

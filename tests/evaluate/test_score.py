@@ -226,8 +226,9 @@ def test_slices_of_a_window_give_the_predictions_of_the_whole(
 
     whole, targets, _ = joined()
     assert targets.tolist() == ids[1:].tolist()
-    for name, limit in zip(("LOGITS", "ACTIVATIONS"), limits, strict=True):
-        monkeypatch.setattr(sys.modules["fenchel.evaluate.score"], name, limit)
+    scoring = sys.modules["fenchel.evaluate.score"]
+    monkeypatch.setattr(scoring, "LOGITS", {"cpu": limits[0]})
+    monkeypatch.setattr(scoring, "ACTIVATIONS", limits[1])
     parts, targets, largest = joined()
     assert targets.tolist() == ids[1:].tolist()
     assert largest <= max(61, limits[0])

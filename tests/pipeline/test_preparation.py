@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fenchel import evaluate, pipeline
 from fenchel.checkpoints import load, run_checkpoint
 from fenchel.data import train_tokenizer
 from fenchel.data.config import LARGEST_DEFAULT
+from fenchel.distributed.processes import ALONE
 from fenchel.model import Transformer
 from fenchel.pipeline import preparation
 from fenchel.pipeline.config import settings
@@ -204,7 +206,7 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
     monkeypatch.setattr(preparation, "time_steps", timed_as(20.0))
     by_time = config_of(text, train={"steps": None, "budget": 65.0})
     assert pipeline.begin(by_time, tmp_path / "timed", Silent()).status == "finished"
-    assert built == [False, False, True]  # shapes of two depths for the memory, then the model
+    assert built.count(True) == 1  # the others are shapes, for the memory
     monkeypatch.delattr(preparation, "time_steps")  # steps that are given are not timed
     pipeline.begin(config_of(text), tmp_path / "not", Silent())
     assert weights_of(tmp_path / "timed") == weights_of(tmp_path / "not")
@@ -256,7 +258,7 @@ def test_a_resume_with_another_number_of_steps_reports_the_new_score_rate(
 def test_sizes_that_cannot_fit_are_refused_by_a_count_that_is_exact_and_low(
     model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(model=model)
+    config = config_of(model=model, train={"accumulate": 1})
     monkeypatch.setattr(preparation, "memory_of", lambda _: 1000)
     with pytest.raises(ValueError, match=r"a step needs .* of memory at least") as refused:
         preparation.require_memory(config)
@@ -290,7 +292,7 @@ def test_recomputed_blocks_are_counted_by_their_inputs(monkeypatch: pytest.Monke
     """What is counted is what a pass that is recomputed keeps, at least, and one block."""
     model, needs = {"layers": 6}, {}
     for recompute in ("none", "block"):
-        config = config_of(model=model, train={"recompute": recompute})
+        config = config_of(model=model, train={"recompute": recompute, "accumulate": 1})
         low, high, sentence = 0, 2**26, ""
         while low < high:  # the least memory that is not refused
             there = (low + high) // 2
@@ -322,7 +324,7 @@ def test_the_start_of_a_run_is_its_setting_and_the_same_again() -> None:
     def started(**train: str) -> dict[str, torch.Tensor]:
         config = settings({"model": model, "train": train})
         built = preparation.build_model(config)
-        preparation.start_weights(config, built, ids)
+        preparation.start_weights(config, built, ids, torch.device("cpu"))
         return built.state_dict()
 
     drawn = preparation.build_model(settings({"model": model})).state_dict()
@@ -335,3 +337,71 @@ def test_the_start_of_a_run_is_its_setting_and_the_same_again() -> None:
     for train in ({"init": "random"}, {"loss": "sparsemax"}):
         same = started(**train)
         assert all(torch.equal(drawn[name], same[name]) for name in drawn), train
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_step_has_as_few_micro_batches_as_the_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(train={"batch": 12, "precision": "float32"})
+    model, sizes = preparation.build_model(config), {}
+    for parts in (1, 2, 3, 4, 6, 12):
+        one = replace(config, train=replace(config.train, accumulate=parts))
+        sizes[parts] = sum(preparation.memory(one, model, CPU).values())
+    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
+
+    def chosen(room: float, given: Any = config) -> int | None:
+        weights = sum(p.nbytes for p in model.parameters())
+        free = room / preparation.ROOM - weights
+        monkeypatch.setattr(preparation, "free_memory", lambda _: free)
+        return preparation.divide_step(given, model, CPU).train.accumulate
+
+    for parts, size in sizes.items():
+        assert chosen(size + 1) == parts
+    assert chosen(sizes[12] / 2) == 12  # refused, if it must be, where memory runs out
+    assert chosen(sizes[12], replace(config, train=replace(config.train, accumulate=2))) == 2
+    in_cells = replace(config, train=replace(config.train, cells=4))
+    assert chosen(sizes[12], in_cells) is None
+
+
+def test_the_micro_batches_of_a_run_are_recorded(text: Path, tmp_path: Path) -> None:
+    pipeline.begin(config_of(text), tmp_path / "run", Silent())
+    train = RunDir(tmp_path / "run").read_settings()["train"]
+    assert (train["accumulate"], train["compile"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "compiles"),
+    [
+        ({}, True),
+        ({"model": {"choice": "entmax"}}, True),
+        ({"model": {"choice": "hard"}}, False),
+        ({"model": {"experts": 4}}, False),
+        ({"model": {"choice": "entmax", "entmax_alpha_learned": True}}, False),
+        ({"train": {"qk_clip": 30.0}}, False),
+        ({"train": {"entropy_floor": 1.0}}, False),
+        ({"train": {"cells": 4}}, False),
+        ({"train": {"compile": False}}, False),
+    ],
+)
+def test_blocks_are_compiled_where_a_gpu_is_busy_for_a_minute(
+    given: dict[str, Any], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "compiler_works", lambda _: True)
+    config = settings({"preset": "gpt2", **given})
+
+    def decided(steps: int, device: torch.device = GPU) -> bool:
+        return preparation.compiles_blocks(config, device, steps, ALONE)
+
+    assert decided(600) is compiles
+    assert not decided(60)
+    assert not decided(600, CPU)
+    monkeypatch.setattr(preparation, "compiler_works", lambda _: False)
+    assert not decided(600)
+
+
+def test_compiling_that_is_asked_for_needs_no_gpu() -> None:
+    config = settings({"train": {"compile": True}})
+    assert preparation.compiles_blocks(config, CPU, 1, ALONE)

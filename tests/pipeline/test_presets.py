@@ -72,18 +72,11 @@ def test_a_run_without_a_preset_is_demo_with_the_defaults_of_training() -> None:
     assert settings({}).train == TrainConfig()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_step_is_divided_into_whole_passes(name: str) -> None:
-    train = settings({"preset": name}).train
-    assert train.batch % train.accumulate == 0
-
-
 @pytest.mark.parametrize(
     ("given", "dropped"),
     [
         ({"model": {"positions": "alibi"}}, "model.rotary_base"),
         ({"optim": {"optimiser": "adamw"}}, "optim.matrix_learning_rate"),
-        ({"train": {"cells": 8}}, "train.accumulate"),
     ],
 )
 def test_a_value_that_nothing_would_read_beside_those_given_is_left_out(
@@ -102,11 +95,6 @@ def test_a_given_value_that_nothing_reads_is_refused_also_beside_a_preset() -> N
     given = {"positions": "alibi", "rotary_base": 5e5}
     with pytest.raises(ValueError, match=r"rotary_base=500000\.0 would do nothing"):
         settings({"preset": "llama-1b", "model": given})
-
-
-def test_a_smaller_batch_is_divided_into_as_many_passes_as_divide_it() -> None:
-    train = settings({"preset": "gpt2", "train": {"batch": 6}}).train
-    assert (train.batch, train.accumulate) == (6, 2)
 
 
 def test_the_vocabulary_is_that_of_the_preset_unless_the_text_has_one() -> None:

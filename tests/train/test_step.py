@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, normalize
 from fenchel.data import Batch
 from fenchel.model import ModelConfig
 from fenchel.model.sigma_linear import SigmaLinear
-from fenchel.train.step import autocast, mix
+from fenchel.train.step import autocast, deterministic, mix
 
 NAN = float("nan")
 CALM = ModelConfig(vocabulary=31, context=8, width=8, layers=2, heads=2)  # without dropout
@@ -107,14 +107,14 @@ def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
 ) -> None:
     given, compiler = [], torch.compile
 
-    def compiled(model: nn.Module) -> Any:
-        given.append(model)
-        return compiler(model, backend="aot_eager")  # needs no compiler of C++
+    def compiled(method: Any) -> Any:
+        given.append(method.__self__)
+        return compiler(method, backend="aot_eager")  # needs no compiler of C++
 
     monkeypatch.setattr(torch, "compile", compiled)
     torch.compiler.reset()  # of the graphs of other tests
     plain, fast = small("1", model=CALM), small("2", model=CALM, compile=True)
-    assert given == [fast.model]
+    assert given == list(fast.model.blocks)
     expected = gradient(plain, 3)
     for name, found in gradient(fast, 3).items():
         torch.testing.assert_close(found, expected[name], msg=name)
@@ -368,3 +368,17 @@ def test_padded_targets_are_left_out_of_the_sum_and_of_the_count(
     wanted = torch.autograd.grad(plain, list(s.model.parameters()))
     for (name, _), g in zip(s.model.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
+
+
+def test_on_a_gpu_only_ordered_kernels_are_used_and_no_memory_is_filled() -> None:
+    memory: Any = torch.utils.deterministic
+    for before in (True, False):
+        memory.fill_uninitialized_memory = before
+        try:
+            with deterministic(torch.device("cuda"), enabled=True):
+                assert torch.are_deterministic_algorithms_enabled()
+                assert not memory.fill_uninitialized_memory
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert memory.fill_uninitialized_memory is before
+        finally:
+            memory.fill_uninitialized_memory = True

@@ -18,7 +18,8 @@ from fenchel.inspection.our_model import record_pass, require_choice
 from fenchel.interpretability import ablate, lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import FAMILIES
-from fenchel.pipeline.tuning import memory, tune_settings
+from fenchel.pipeline.preparation import memory
+from fenchel.pipeline.tuning import tune_settings
 from fenchel.server.embeddings import Embedder
 from fenchel.steering import difference_of_means, divergence
 from tests.model.families.test_written_settings import SIZES, SMALLEST
@@ -38,7 +39,7 @@ def embedded(model: Transformer) -> None:
 
 
 def tuned(model: Transformer) -> None:
-    memory(tune_settings({}, Path("checkpoint"), model.config), model)
+    memory(tune_settings({}, Path("checkpoint"), model.config), model, torch.device("cpu"))
 
 
 def inspected(model: Transformer) -> None:
