@@ -169,6 +169,7 @@ class Stepper:
         self.stability = Stability(model, config) if observed else None
         self.power_iterated = [m for m in model.modules() if isinstance(m, PowerIterated)]
         self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
+        self._ahead: tuple[int, Batch] | None = None
         self._arguments: dict[str, Any] = {}
         """Further arguments of the forward pass."""
         if self.stability is not None:
@@ -185,7 +186,7 @@ class Stepper:
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
-        batch = self.batches.at(step)
+        batch = self._batch(step)
         self._set_rates(step)
         self.model.train()
         with (
@@ -193,8 +194,8 @@ class Stepper:
             one_power_iteration(self.power_iterated),
         ):
             mean = self._gradient(batch, step)
-        # The norm is the only number for which the host waits: a GPU is given all of the forward
-        # and backward pass before.
+        if self.device.type == "cuda":  # which has its work until the norm, for which the host waits
+            self._ahead = step + 1, self.batches.at(step + 1)
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
         loss = float(mean)
         if math.isfinite(loss) and math.isfinite(norm):
@@ -208,6 +209,11 @@ class Stepper:
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
+
+    def _batch(self, step: int) -> Batch:
+        """The batch of a step, which may have been read while the step before was computed."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == step else self.batches.at(step)
 
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)
