@@ -42,7 +42,8 @@ from fenchel.pipeline import settings
 
 PROMPT, NEW, TUNED, INSPECTED = "The Congress of the United States", 64, 20, 1024
 JOBS = ("train", "generate", "tune", "inspect")
-EVALUATIONS, EVALUATED = 10, 8192
+EVALUATIONS, ROWS = 10, 32
+"""Evaluations of a run, and rows of their micro-batches, of one shape for the compiler."""
 TOKENS_PER_CHECKPOINT = 4_000_000
 """As fenchel spaces checkpoints on a GPU."""
 
@@ -172,7 +173,8 @@ def train(folder: Path) -> None:
     size = chosen.model.vocabulary if job["preset"] == "gpt2" else tokenizer.get_vocab_size()
     shape = settings({"preset": job["preset"], "model": {"vocabulary": size}}).model
     train, device = chosen.train, "cuda" if torch.cuda.is_available() else "cpu"
-    ids = torch.tensor(tokenizer.encode((folder / "text.txt").read_text()).ids)
+    documents = tokenizer.encode_batch((folder / "text.txt").read_text().split("\n\n"))
+    ids = torch.tensor([i for document in documents for i in document.ids])
     held_out, ids = ids[: len(ids) // 10], ids[len(ids) // 10 :]
     model = (gpt2 if shape.norm == "layer" else llama)(shape).to(device)
     losses, pace = _train(model, ids, held_out, shape.context, train.batch, job["steps"], folder)
@@ -207,7 +209,7 @@ def _train(
     begun = time.perf_counter()
     for step in range(1, steps + 1):
         starts = torch.randint(len(ids) - context - 1, (batch,), generator=order)
-        parts = torch.stack([ids[s : s + context + 1] for s in starts.tolist()]).split(32)
+        parts = torch.stack([ids[s : s + context + 1] for s in starts.tolist()]).split(ROWS)
         for rows in parts:
             (loss_of(rows) / len(parts)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -220,9 +222,9 @@ def _train(
             paces.append(10 * batch * context / (time.perf_counter() - begun))
             begun = time.perf_counter()
         if step % every == 0 or step == steps:
-            rows = held_out[: EVALUATED // context * context + 1].unfold(0, context + 1, context)
+            rows = held_out[: ROWS * context + 1].unfold(0, context + 1, context)
             with torch.no_grad():
-                loss = sum(loss_of(part).item() for part in rows.split(32)) / len(rows.split(32))
+                loss = loss_of(rows).item()
         if step % saving == 0 or step == steps:
             model.save_pretrained(folder / f"theirs-{step}")
             torch.save(optimiser.state_dict(), folder / f"theirs-{step}" / "optimizer.pt")

@@ -194,7 +194,7 @@ class Stepper:
             one_power_iteration(self.power_iterated),
         ):
             mean = self._gradient(batch, step)
-        if self.device.type == "cuda":  # which has its work until the norm, for which the host waits
+        if self.device.type == "cuda":  # it computes meanwhile; the host waits for the norm alone
             self._ahead = step + 1, self.batches.at(step + 1)
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
         loss = float(mean)
