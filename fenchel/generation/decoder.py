@@ -236,6 +236,8 @@ class Decoder:
 
         Its ids are those of the prompt that need not be read, never all of them.
         """
+        if self.kind.recorded:  # recording runs steps, which write into rows without a sequence
+            self._recorded_step()
         free = [index for index, row in enumerate(self.rows) if row is None]
         common = self._common(prompt, steering) if reuse else [0] * len(self._kept)
         to = max(free, key=lambda i: (common[i], -self._left_at[i], -i))

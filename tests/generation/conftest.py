@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fenchel.data import TextTokenizer, train_tokenizer
+from fenchel.generation.fused_step import Step
 from fenchel.model import ModelConfig, Transformer
 
 V, CONTEXT = 31, 16
@@ -27,6 +28,12 @@ def lively() -> Callable[..., Transformer]:
         return model
 
     return build
+
+
+def run_and_keep(step: Step, _: torch.device) -> Step:
+    """A recording that is the step itself and, as the capture of a CUDA graph does, runs it."""
+    step()
+    return step
 
 
 @pytest.fixture(scope="session")

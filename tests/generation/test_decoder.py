@@ -14,6 +14,7 @@ from fenchel.generation.cpu_step import why_not_packed
 from fenchel.generation.decoder import LEAST_COPY, Row
 from fenchel.kernels import decode_attention
 from fenchel.model import Transformer
+from tests.generation.conftest import run_and_keep
 
 Build = Callable[..., Transformer]
 CONTEXT = 24
@@ -51,11 +52,6 @@ def narrow_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows whose slots come round within the context."""
     monkeypatch.setattr("fenchel.generation.decoder.SLACK", 2)
     monkeypatch.setattr("fenchel.generation.decoder.LEAST_COPY", 3)
-
-
-def as_it_is(step: fused_step.Step, _: torch.device) -> fused_step.Step:
-    """A recording that is the step itself."""
-    return step
 
 
 def ids_of(seed: int, count: int, vocabulary: int) -> list[int]:
@@ -174,7 +170,7 @@ def require_recorded_steps(
     model: Transformer, events: list[Event], close: float, *, step: str, cache: Any = "model"
 ) -> None:
     """Compare recorded steps with the model; without a GPU they are the steps themselves."""
-    record = fused_step.capture_graph if model.lm_head_weight.is_cuda else as_it_is
+    record = fused_step.capture_graph if model.lm_head_weight.is_cuda else run_and_keep
     with torch.inference_mode():
         decoder = Decoder(model, rows=3, step=step, record=record, cache=cache)
         for ids, logits in play(decoder, events):
@@ -370,7 +366,7 @@ def test_a_kind_that_cannot_serve_gets_one_sentence(
 
 def test_what_cannot_be_recorded_is_named(lively: Build) -> None:
     def why_not(name: str, cache: Any = "model", **shape: Any) -> str:
-        call = steps.DecodeCall(lively(**shape), cache, record=as_it_is)
+        call = steps.DecodeCall(lively(**shape), cache, record=run_and_keep)
         (kind,) = [kind for kind in steps.STEPS if kind.name == name]
         return str(kind.why_not(call))
 
@@ -393,7 +389,7 @@ def test_recording_is_chosen_on_a_gpu_for_enough_tokens(lively: Build, device: s
     model = lively().to(device)
 
     def chosen(**facts: Any) -> bool:
-        return steps.step_kind(steps.DecodeCall(model, record=as_it_is, **facts)).recorded
+        return steps.step_kind(steps.DecodeCall(model, record=run_and_keep, **facts)).recorded
 
     assert chosen(tokens=steps.RECORDED_TOKENS) == chosen() == (device == "cuda")
     assert not chosen(tokens=steps.RECORDED_TOKENS - 1)

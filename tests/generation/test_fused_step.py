@@ -24,6 +24,7 @@ from fenchel.generation.generate import row_bucket
 from fenchel.generation.plain_decoder import why_not_plain
 from fenchel.kernels import decode_attention
 from fenchel.model import Transformer
+from tests.generation.conftest import run_and_keep
 
 Build = Callable[..., Transformer]
 Draw = Callable[..., Tensor]
@@ -37,15 +38,10 @@ SHAPES: list[dict[str, Any]] = [
 T, B, READ = 8, 2, 5
 
 
-def as_it_is(step: Step, _: torch.device) -> Step:
-    """A recording that is the step itself."""
-    return step
-
-
 @pytest.fixture
 def recorder(device: str) -> Callable[[Step, torch.device], Step]:
     """A CUDA graph on a GPU, and the step itself elsewhere."""
-    return capture_graph if device == "cuda" else as_it_is
+    return capture_graph if device == "cuda" else run_and_keep
 
 
 def recorded(

@@ -32,6 +32,7 @@ from fenchel.generation.cpu_step import why_not_packed
 from fenchel.generation.scheduler import Request, Token, Update
 from fenchel.generation.steering import within_budget
 from fenchel.model import Transformer
+from tests.generation.conftest import run_and_keep
 
 Build = Callable[..., Transformer]
 PROMPTS = ([3, 14, 15, 9, 2, 6], [5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1])
@@ -43,11 +44,6 @@ GREEDY, HARD = Sampling(temperature=0.0), Hard()
 def vectors(width: int, *layers: int, seed: int = 0, size: float = 2.0) -> dict[int, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return {layer: size * torch.randn(width, generator=draw) for layer in layers}
-
-
-def as_it_is(step: fused_step.Step, _: torch.device) -> fused_step.Step:
-    """A recording that is the step itself."""
-    return step
 
 
 def hooked(model: Transformer, steering: Steering | None, ids: list[int]) -> Tensor:
@@ -111,7 +107,7 @@ def decoder_of(
             pytest.skip("this torch has no oneDNN")
         recorded = kind in ("graph", "fused")
         model = model.to(device if recorded else "cpu")
-        record = fused_step.capture_graph if device == "cuda" and recorded else as_it_is
+        record = fused_step.capture_graph if device == "cuda" and recorded else run_and_keep
         return Decoder(model, rows=3, step=kind, record=record, steered=(1, 2))
 
     return build
@@ -367,7 +363,7 @@ def test_a_budget_needs_a_second_row(lively: Build) -> None:
     request = GenerationSettings(max_new_tokens=2, steering=Steering(budget=0.1)).request([1])
     with pytest.raises(ValueError, match="takes a second row"):
         run(Decoder(lively(), rows=1), request)
-    recorded = Decoder(lively(), rows=2, step="graph", record=as_it_is)
+    recorded = Decoder(lively(), rows=2, step="graph", record=run_and_keep)
     with pytest.raises(ValueError, match="adds nothing after layer 1"):
         run(recorded, replace(request, steering=Steering(vectors(32, 1))))
 

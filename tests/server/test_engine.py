@@ -18,6 +18,7 @@ from fenchel.generation.fused_step import PendingTokens
 from fenchel.generation.scheduler import TurnFacts
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
+from tests.generation.conftest import run_and_keep
 
 CONTEXT, LONG, WAIT = 48, 300, 30.0
 GREEDY = Sampling(temperature=0.0)
@@ -176,7 +177,7 @@ def recorded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Engines with recorded steps, which are the steps themselves where there is no GPU."""
 
     def decoder(*model: Any, **settings: Any) -> Decoder:
-        return Decoder(*model, **settings, record=lambda step, _: step)
+        return Decoder(*model, **settings, record=run_and_keep)
 
     monkeypatch.setattr("fenchel.server.engine.Decoder", decoder)
     return lambda **settings: serve(**{"step": "graph", **settings})

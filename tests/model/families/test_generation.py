@@ -11,6 +11,7 @@ from fenchel.checkpoints import load_model
 from fenchel.generation import Decoder, GenerationSettings, Sampling, generate, steps, stream
 from fenchel.generation.plain_decoder import why_not_plain
 from fenchel.model import Transformer
+from tests.generation.conftest import run_and_keep
 
 ROWS = [torch.randint(3, 70, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 9, 6)]
 HOW: list[dict[str, Any]] = [{}, {"cache": "float16"}, {"draft": 5}]
@@ -74,7 +75,7 @@ def test_every_kind_of_step_that_serves_a_family_gives_their_tokens(
         assert step != "model"
         return
     ids, N = ROWS[1][None], NEW[step]
-    own = Decoder(model, rows=2, step=step, record=lambda step, _: step)
+    own = Decoder(model, rows=2, step=step, record=run_and_keep)
     settings = GenerationSettings(max_new_tokens=N, sampling=Sampling(temperature=0.0))
     ours = [int(token) for token in stream(model, ids, settings, decoder=own)]
     theirs = tokens(foreign(decoder), ids, torch.ones_like(ids))[0]
