@@ -217,8 +217,15 @@ EVERY_CONTROL = """
     let slowest = 0;
     const names = new Set(Array.from(host.querySelectorAll("[data-control]"), (e) => e.dataset.control));
     for (const name of names) {
-        const input = () => host.querySelector(`[data-control="${name}"]`), before = host.innerHTML;
-        const { type, max, options, value } = input();
+        const input = () => host.querySelector(`[data-control="${name}"]`);
+        for (let fold = input().closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+        const seen = () => { // what a reader sees beside the control itself and its own label
+            const copy = host.cloneNode(true);
+            for (const e of copy.querySelectorAll("[data-chart]")) e.replaceChildren(); // drawn from its attribute
+            for (const e of copy.querySelectorAll("output, [data-control], [hidden], details:not([open]) > :not(summary)")) e.remove();
+            return copy.innerHTML;
+        };
+        const before = seen(), { type, max, options, value } = input();
         const values = options ? Array.from(options, (o) => o.value) : type === "radio" ? [value] : Array.from({ length: +max + 1 }, (_, i) => i);
         let moved = false;
         for (const each of values) {
@@ -227,7 +234,7 @@ EVERY_CONTROL = """
             input().dispatchEvent(new Event("input", { bubbles: true }));
             document.body.offsetHeight; // lays the page out
             slowest = Math.max(slowest, performance.now() - begun);
-            moved ||= host.innerHTML !== before;
+            moved ||= seen() !== before;
         }
         if (!moved) still.push(name);
     }
