@@ -1,14 +1,35 @@
-"""A headless Chromium for the tests of pages: those of the reports and those of the lessons."""
+"""A headless Chromium for the tests of pages: those of the reports and those of the lessons.
+
+A page answers an event when it comes to it: after a frame, after a timer, after a server. On a busy
+machine that is later than the next line of a test. So
+
+- an element is named by a ``Locator``, found anew for every action, and the action is repeated
+  while the page replaces, covers or has not yet added the element;
+- what an event brings about is awaited, by ``until`` or ``expect``, and not read once.
+
+FENCHEL_CPU_SLOWDOWN=6 makes the pages of a run six times as slow as the machine is.
+"""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import (
+    ElementNotInteractableException,
+    InvalidElementStateException,
+    MoveTargetOutOfBoundsException,
+    NoSuchElementException,
+    NoSuchFrameException,
+    StaleElementReferenceException,
+    TimeoutException,
+)
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -20,6 +41,84 @@ needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"
 )
 DESKTOP, PHONE = 1280, 390
+PATIENCE = 30.0
+"""Seconds until an action or an expectation fails. Only a failure takes that long."""
+PASSING = (
+    ElementNotInteractableException,  # also: another element takes the click
+    InvalidElementStateException,
+    MoveTargetOutOfBoundsException,
+    NoSuchElementException,
+    NoSuchFrameException,
+    StaleElementReferenceException,
+)
+"""What an element raises while its page is being drawn."""
+
+Result = TypeVar("Result")
+
+
+class Locator:
+    """An element by the way to find it. Every action finds it anew, until the action succeeds."""
+
+    def __init__(self, browser: "Browser", find: Callable[[], WebElement]) -> None:
+        self._browser, self._find = browser, find
+
+    @property
+    def element(self) -> WebElement:
+        """The element that is in the page now."""
+        return self._find()
+
+    def act(self, action: Callable[[WebElement], Result]) -> Result:
+        """The result of an action on the element."""
+        return self._browser.repeat(lambda: action(self._find()))
+
+    def click(self) -> None:
+        self.act(lambda element: element.click())
+
+    def clear(self) -> None:
+        self.act(lambda element: element.clear())
+
+    def send_keys(self, *keys: str) -> None:
+        self.act(lambda element: element.send_keys(*keys))
+
+    def is_displayed(self) -> bool:
+        return self.act(lambda element: element.is_displayed())
+
+    def is_enabled(self) -> bool:
+        return self.act(lambda element: element.is_enabled())
+
+    def get_attribute(self, name: str) -> str:
+        """The attribute or property; empty where there is none."""
+        return self.act(lambda element: element.get_attribute(name) or "")
+
+    def get_property(self, name: str) -> Any:
+        return self.act(lambda element: element.get_property(name))
+
+    def value_of_css_property(self, name: str) -> str:
+        return self.act(lambda element: element.value_of_css_property(name))
+
+    @property
+    def text(self) -> str:
+        return self.act(lambda element: element.text)
+
+    @property
+    def tag_name(self) -> str:
+        return self.act(lambda element: element.tag_name)
+
+    @property
+    def rect(self) -> dict[str, float]:
+        return self.act(lambda element: dict(element.rect))
+
+    def matches(self, selector: str) -> bool:
+        return bool(self._browser.run("return arguments[0].matches(arguments[1])", self, selector))
+
+    def is_focused(self) -> bool:
+        return bool(self._browser.run("return arguments[0] === document.activeElement", self))
+
+    def find_all(self, selector: str) -> list["Locator"]:
+        """The elements of a selector inside this one."""
+        return self._browser.locators(
+            lambda: self._find().find_elements(By.CSS_SELECTOR, selector), selector
+        )
 
 
 class Browser:
@@ -35,6 +134,9 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        if slowdown := os.environ.get("FENCHEL_CPU_SLOWDOWN"):
+            rate = {"rate": float(slowdown)}
+            self.driver.execute_cdp_cmd("Emulation.setCPUThrottlingRate", rate)
 
     def open(self, page: Path | str, *, width: int = DESKTOP, scheme: str = "light") -> None:
         """Open a file or an address."""
@@ -63,35 +165,88 @@ class Browser:
             if message["method"] == "Network.requestWillBeSent":
                 sent[parameters["requestId"]] = parameters["request"]["url"]
             elif parameters.get("blockedReason") == "csp":
-                del sent[parameters["requestId"]]
+                sent.pop(parameters["requestId"], None)  # may be of the page before
         return list(sent.values())
 
     def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
+        """The value of a script; a locator among the arguments is its element."""
 
-    def find(self, selector: str) -> WebElement:
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
+        def execute() -> Any:
+            given = [each.element if isinstance(each, Locator) else each for each in arguments]
+            return self.driver.execute_script(script, *given)
 
-    def find_deep(self, selector: str) -> list[WebElement]:
-        """The elements of a selector in the page and in all its shadow trees, in order."""
-        return list(
-            self.run(
-                """
-                const found = [], visit = (root) => {
-                    for (const element of root.querySelectorAll("*")) {
-                        if (element.matches(arguments[0])) found.push(element);
-                        if (element.shadowRoot) visit(element.shadowRoot);
-                    }
-                };
-                visit(document);
-                return found;
-                """,
-                selector,
-            )
-        )
+        return self.repeat(execute)
+
+    def repeat(self, action: Callable[[], Result]) -> Result:
+        """The result of an action, repeated while its element is being drawn."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return action()
+            except PASSING:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
+
+    def find(self, selector: str) -> Locator:
+        return Locator(self, lambda: self.driver.find_element(By.CSS_SELECTOR, selector))
+
+    def find_all(self, selector: str) -> list[Locator]:
+        """The elements that a selector has now."""
+        return self.locators(lambda: self.driver.find_elements(By.CSS_SELECTOR, selector), selector)
+
+    def find_deep(self, selector: str, text: str = "") -> list[Locator]:
+        """The elements of a selector in the page and in all its shadow trees, in order.
+
+        With a text only those that show it.
+        """
+        script = """
+            const found = [], visit = (root) => {
+                for (const element of root.querySelectorAll("*")) {
+                    const right = !arguments[1] || element.innerText === arguments[1];
+                    if (element.matches(arguments[0]) && right) found.push(element);
+                    if (element.shadowRoot) visit(element.shadowRoot);
+                }
+            };
+            visit(document);
+            return found;
+        """
+        run = self.driver.execute_script
+        return self.locators(lambda: list(run(script, selector, text)), selector)
+
+    def locators(self, find: Callable[[], list[WebElement]], name: str) -> list[Locator]:
+        """One locator for each element of a list that is found anew for every action."""
+
+        def at(index: int) -> Callable[[], WebElement]:
+            def found() -> WebElement:
+                elements = find()
+                if index < len(elements):
+                    return elements[index]
+                raise NoSuchElementException(f"{name}, number {index + 1} of {len(elements)}")
+
+            return found
+
+        return [Locator(self, at(index)) for index in range(len(self.repeat(find)))]
+
+    def focused(self) -> Locator:
+        return Locator(self, lambda: self.driver.switch_to.active_element)
+
+    @contextmanager
+    def frame(self, frame: Locator) -> Iterator[None]:
+        """Actions inside go to the page of a frame."""
+        frame.act(self.driver.switch_to.frame)
+        try:
+            yield
+        finally:
+            self.driver.switch_to.default_content()
 
     def text(self, selector: str) -> str:
         return self.find(selector).text
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements of a selector, of one drawing of the page."""
+        find = self.driver.find_elements
+        return self.repeat(lambda: [each.text for each in find(By.CSS_SELECTOR, selector)])
 
     def hover(self, selector: str, across: float, down: float) -> None:
         """Move the mouse over an element, to shares of its width and height.
@@ -112,7 +267,7 @@ class Browser:
 
         self.until(move)
 
-    def drag(self, element: WebElement, right: float, down: float) -> None:
+    def drag(self, handle: Locator, right: float, down: float) -> None:
         """Press the mouse on the middle of an element, move it by so many pixels, release it.
 
         The element may be in the frame to which the driver has switched.
@@ -124,7 +279,7 @@ class Browser:
             const outer = frame ? frame.getBoundingClientRect() : {left: 0, top: 0};
             return [outer.left + box.left + box.width / 2, outer.top + box.top + box.height / 2];
             """,
-            element,
+            handle,
         )
         for kind, share in (
             ("mouseMoved", 0.0),
@@ -156,9 +311,14 @@ class Browser:
         self.until(lambda: self.colours(selector) != before)
         return self.colours(selector)
 
-    def until(self, true: Callable[[], Any], seconds: float = 10.0) -> None:
-        """Wait for what an event brings about."""
-        WebDriverWait(self.driver, seconds, poll_frequency=0.02).until(lambda _: true())
+    def until(self, true: Callable[[], Result], seconds: float = PATIENCE) -> Result:
+        """Wait for what an event brings about, and return it."""
+        wait = WebDriverWait(self.driver, seconds, 0.02, ignored_exceptions=PASSING)
+        return wait.until(lambda _: true())
 
-    def focused(self) -> WebElement:
-        return self.driver.switch_to.active_element
+    def expect(self, read: Callable[[], Any], wanted: Any, seconds: float = PATIENCE) -> None:
+        """Wait until what is read equals what an event should bring about."""
+        try:
+            self.until(lambda: read() == wanted, seconds)
+        except TimeoutException:
+            raise AssertionError(f"after {seconds:g} s {read()!r}, not {wanted!r}") from None

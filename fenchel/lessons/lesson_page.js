@@ -148,7 +148,11 @@ function lineChart(chart, width) {
 	svg.append(node("clipPath", { id }, node("rect", { x: L - 4, y: T - 4, width: R - L + 8, height: B - T + 8 })));
 	frame(svg, x, y, L, R, T, B, { x: chart.x.title, y: chart.y.title });
 	const inside = node("g", { "clip-path": `url(#${id})` });
-	if (chart.cloud) inside.append(node("path", { class: "cloud", d: chart.cloud.filter(seen).map(([a, b]) => `M${(x.of(a) - 1.5).toFixed(1)} ${y.of(b).toFixed(1)}a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0 -3 0`).join("") }));
+	if (chart.cloud) {
+		const few = chart.cloud.length <= 50, r = few ? 4 : 1.5;
+		const dots = chart.cloud.filter(seen).map(([a, b]) => `M${(x.of(a) - r).toFixed(1)} ${y.of(b).toFixed(1)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`);
+		inside.append(node("path", { class: few ? "cloud few" : "cloud", d: dots.join("") }));
+	}
 	chart.lines.forEach(({ name, points }, i) => {
 		const shown = points.filter(seen);
 		if (shown.length) inside.append(node("path", { class: `curve c${i % 7}`, d: `M${shown.map(place).join("L")}`, "stroke-dasharray": DASHES[i % 7] }, node("title", {}, name)));

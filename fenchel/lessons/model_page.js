@@ -310,13 +310,13 @@ function drawSteps() {
 	step("Token", text(`“${here}” is token ${ids[chosen]} of ${model.V.toLocaleString("en")}, number ${chosen + 1} of ${ids.length} in this text.`));
 	step(
 		"Vector",
-		text(`Row ${ids[chosen]} of the embedding: ${M} numbers. Each block adds to them; this is what block ${l + 1} takes in.`),
+		text(`Row ${ids[chosen]} of the embedding: ${M} numbers. Each block adds to them.`),
 		strip("the row", [...at.embedding]),
 		strip(`into block ${l + 1}`, [...model.stream(chosen, l)]),
 	);
 	step(
 		"Score",
-		text(`A query is made of “${here}”, a key of “${there}”, ${D} numbers each, both turned by their positions. The score is how well they agree.`),
+		text(`A query is made of “${here}”, a key of “${there}”, ${D} numbers each, both turned by their positions. Their dot product is the score.`),
 		strip("query", q), strip("key", k), strip("products", q.map((value, i) => value * k[i])),
 		formula(first(q, k), "= ", strong(fixed(dot)), ` · over √${D} = ${fixed(Math.sqrt(D), 0)}: `, strong(`z = ${fixed(z)}`)),
 		terms(`All ${D} products`, ["entry", "query", "key", "product"], () => q.map((value, i) => [String(i + 1), fixed(value, 4), fixed(k[i], 4), fixed(value * k[i], 4)])),
@@ -349,18 +349,18 @@ function drawSteps() {
 	const values = (j) => model.v[l][j * M + from], two = largest(head.p, 2).sort((a, b) => a - b);
 	step(
 		"Mix",
-		text(`Each token also offers a value. “${here}” takes ${fixed(100 * p, 1)} % of that of “${there}”, and so on: the mix of all of them.`),
+		text(`“${here}” takes ${fixed(100 * p, 1)} % of the value of “${there}”, and so on: the mix of all values.`),
 		strip("its value", v), strip("the mix", [...head.mix]),
 		formula("entry 1: ", two.map((j) => `${fixed(head.p[j])} · ${signed(values(j))}`).join(" + "), chosen > 1 ? " + … = " : " = ", strong(fixed(head.mix[0], 4))),
 		terms(`All ${chosen + 1} terms of entry 1`, ["token", "weight", "value", "product"], () => head.p.map((value, j) => [`${j + 1} ${piece(ids[j])}`, fixed(value, 4), fixed(values(j), 4), fixed(value * values(j), 4)])),
-		text("The mixes of both heads, through one matrix, are added to the vector; then a small network of the token alone adds its part."),
+		text("One matrix adds both mixes to the vector; then a small network adds its part."),
 		strip("attention adds", [...block.attention]), strip("network adds", [...block.mlp]),
 	);
 	const target = state.next ?? largest(after, 1)[0], y = [...model.final(chosen)], row = [...weights["lm_head.weight"].slice(target * M, (target + 1) * M)];
 	const logits = model.logits(chosen), logit = sum(y, row), top = logits.reduce((a, b) => Math.max(a, b)), all = logits.reduce((total, value) => total + Math.exp(value - top), 0);
 	step(
 		"Logits",
-		text(`After block ${L} the vector is scaled (RMS norm) and compared with one row per token. Here with “${piece(target)}”, token ${target}; click another one above.`),
+		text(`The vector after block ${L}, scaled (RMS norm), meets one row per token: here “${piece(target)}”, token ${target}; click another above.`),
 		strip("the vector", y), strip(`“${piece(target)}”`, row),
 		formula(first(y, row), "= ", strong(`logit ${fixed(logit)}`)),
 		formula("e", node("sup", {}, "logit − largest"), ` over the sum: ${fixed(Math.exp(logit - top))} / ${fixed(all)} = `, strong(fixed(after[target], 4))),

@@ -221,10 +221,8 @@ def lesson_page(each: Lesson) -> tuple[str, int]:
         name: {"labels": control.labels, "start": control.start}
         for name, control in notebook.controls.items()
     }
-    nav = page_links(All_lessons="index.html", The_whole_model="model.html")
     body = join(
         [
-            element("nav", nav),
             element("main", Html("".join(shown))),
             element("footer", element("p", _FOOTER)),
         ]

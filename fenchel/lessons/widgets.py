@@ -59,18 +59,19 @@ _STYLE = (
     '{[data-testid="notebook-actions-dropdown"] {display: none}}</style>'
 )
 """On a phone marimo's menu lies over the text."""
+_LISTS = ("[The whole model](/model)", "[All lessons](/)")
 
 
 def header(name: str) -> mo.Html:
-    """The title, the question, and the way to the lessons before and after."""
+    """The title, and the way to the lists and to the lessons before."""
     this = lesson(name)
     needs = ", ".join(f"[{lesson(each).title}](../{each}/)" for each in this.needs)
     return mo.md(
         f"{_STYLE}\n\n# {this.title}\n\n"
         f"Lesson {this.number} · about {this.minutes} minutes"
         + (" · research, not needed for the other lessons" if this.research else "")
-        + (f" · read before: {needs}" if needs else "")
-        + f"\n\n{_way_on(name)}"
+        + f" · {' · '.join(_LISTS)}"
+        + (f"\n\nRead before: {needs}" if needs else "")
     )
 
 
@@ -87,8 +88,7 @@ def way_on(name: str) -> mo.Html:
 def _way_on(name: str) -> str:
     after = lesson(name).number + 1
     following = [f"[Next: {each.title}](../{each.name}/)" for each in COURSE[after : after + 1]]
-    links = ["[What you have mastered](/progress)", "[The whole model](/model)", "[All lessons](/)"]
-    return " · ".join([*following, *links])
+    return " · ".join([*following, "[What you have mastered](/progress)", *_LISTS])
 
 
 def question(text: str, options: Sequence[str]) -> mo.ui.radio:
@@ -96,7 +96,7 @@ def question(text: str, options: Sequence[str]) -> mo.ui.radio:
     options, label = list(options), f"**Predict.** {text}"
     name = Path(sys._getframe(1).f_globals.get("__file__", "")).stem  # that of the notebook
     if mo.app_meta().mode != "run" or name not in {each.name for each in COURSE}:
-        return mo.ui.radio(options, label=label)
+        return mo.ui.radio(options, label=label, inline=True)
 
     def kept(choice: str | None) -> None:
         with suppress(OSError):  # a folder that cannot be written to
@@ -104,7 +104,7 @@ def question(text: str, options: Sequence[str]) -> mo.ui.radio:
 
     before = record_of(name).prediction
     value = before if before in options else None
-    return mo.ui.radio(options, value=value, label=label, on_change=kept)
+    return mo.ui.radio(options, value=value, label=label, inline=True, on_change=kept)
 
 
 def answer(choice: str | None, right: str, why: str) -> mo.Html:
@@ -456,8 +456,8 @@ def line_chart(
 
     The first series is drawn solid. A range fixes the frame, so that a control moves the lines and
     not the axes. ``here`` marks the present value of a control: a dot for a row with ``x`` and
-    ``y``, a vertical line for one with ``x`` alone. ``cloud`` is drawn as small dots. A map is
-    ``square``: its two axes need the same scale.
+    ``y``, a vertical line for one with ``x`` alone. ``cloud`` is drawn as dots, small where there
+    are many. A map is ``square``: its two axes need the same scale.
     """
     assert all({x} <= set(row) <= {x, y} for row in here), here
     across = alt.X(x, type="quantitative", scale=_scale(log_x, x_range), title=_title(x))
@@ -472,7 +472,9 @@ def line_chart(
     lines = marked.encode(**encoding)
     layers = [lines]
     if cloud:
-        dots = alt.Chart(_data(cloud)).mark_circle(size=12, color="#7f7f7f", opacity=0.5, clip=True)
+        size, opacity = (12, 0.5) if len(cloud) > 50 else (60, 1.0)
+        mark = alt.Chart(_data(cloud)).mark_circle
+        dots = mark(size=size, color="#7f7f7f", opacity=opacity, clip=True)
         layers.insert(0, dots.encode(x=across, y=up))
     if places := [row for row in here if y in row]:
         dots = alt.Chart(_data(places)).mark_point(size=110, filled=True, color=_HERE, clip=True)

@@ -92,11 +92,13 @@ def put(browser: Browser, name: str, record: Any) -> None:
     change(browser, "lessons.put(given[1], given[0])", record, name)
 
 
-def write(browser: Browser, text: str) -> str:
+def write(browser: Browser, text: str, said: str) -> None:
+    """Answer by pencil, and wait for what is said to it."""
     field = browser.find("[data-step=pencil] input")
+    browser.run("document.querySelector('[data-step=pencil] .said').textContent = ''")
     field.clear()
     field.send_keys(text, Keys.ENTER)
-    return browser.text("[data-step=pencil] .said")
+    browser.until(lambda: browser.text("[data-step=pencil] .said").startswith(said))
 
 
 @needs_browser
@@ -115,7 +117,7 @@ def write(browser: Browser, text: str) -> str:
     ],
 )
 def test_a_number_is_read_as_people_write_it(browser: Browser, text: str, said: str) -> None:
-    assert write(browser, text).startswith(said)
+    write(browser, text, said)
     assert browser.console() == []
 
 
@@ -125,40 +127,42 @@ def test_hints_come_in_steps_and_the_answer_after_two_tries(browser: Browser) ->
     reveal = browser.find("[data-step=pencil] .reveal")
     hint = browser.find("[data-step=pencil] .hint")
     assert "That is the threshold" not in browser.text("[data-step=pencil]")
-    assert write(browser, "1.25") == "Not yet."
+    write(browser, "1.25", "Not yet.")
+    assert browser.text("[data-step=pencil] .said") == "Not yet."
     assert "That is the threshold" in browser.text("[data-step=pencil]"), "a slip has its sentence"
     assert not reveal.is_displayed()
     hint.click()
-    assert "only the first two" in browser.text("[data-step=pencil] .hints")
-    assert hint.text == "A hint (2 of 2)"
+    browser.until(lambda: "only the first two" in browser.text("[data-step=pencil] .hints"))
+    browser.expect(lambda: hint.text, "A hint (2 of 2)")
     hint.click()
-    assert not hint.is_displayed()
-    write(browser, "words")
+    browser.until(lambda: not hint.is_displayed())
+    write(browser, "words", "Write a number")
     assert not reveal.is_displayed(), "what is no number is no try"
-    write(browser, "0.1")
+    write(browser, "0.1", "Not yet.")
     assert "That is the threshold" not in browser.text("[data-step=pencil]")
     reveal.click()
-    assert "The answer: 0.75." in why.text
-    assert write(browser, "0.75") == "Right."
+    browser.until(lambda: "The answer: 0.75." in why.text)
+    write(browser, "0.75", "Right.")
 
 
 @needs_browser
 def test_a_choice_is_explained_and_everything_is_kept(browser: Browser, folder: Path) -> None:
     check = browser.find("[data-step=choice] .check")
+    said = lambda: browser.text("[data-step=choice] .said")  # noqa: E731
     check.click()
-    assert browser.text("[data-step=choice] .said") == "Choose an answer first."
+    browser.expect(said, "Choose an answer first.")
     options = "document.querySelectorAll('[data-step=choice] input')"
     browser.run(f"{options}[2].click()")
     check.click()
-    assert browser.text("[data-step=choice] .said") == "Not yet. Try once more."
+    browser.expect(said, "Not yet. Try once more.")
     browser.run(f"{options}[0].click()")
     check.click()
-    assert "With" in browser.text("[data-step=choice] .why")
-    write(browser, "0.75")
+    browser.until(lambda: "With" in browser.text("[data-step=choice] .why"))
+    write(browser, "0.75", "Right.")
     browser.open(folder / "lesson.html")
     assert browser.find("[data-step=pencil] input").get_attribute("value") == "0.75"
     assert browser.run(f"return {options}[0].checked")
-    assert browser.text("[data-step=choice] .said") == "Right."
+    assert said() == "Right."
     browser.open(folder / "progress.html")
     assert "0 predictions, 1 question by pencil, 1 by choice" in browser.text(".count")
     marks = "return document.querySelectorAll('[data-lesson=sparse_choice] .yes').length"
@@ -206,9 +210,9 @@ def test_a_card_that_is_known_waits_longer_and_a_weak_one_is_listed(
         back = browser.find(f"{card} .back")
         assert not back.is_displayed()
         browser.run("arguments[0].click()", browser.find(f"{card} .turn"))
-        assert back.is_displayed()
+        browser.until(back.is_displayed)
         browser.run("arguments[0].click()", browser.find(f"{card} [data-known={known}]"))
-        return browser.text(f"{card} .said")
+        return browser.until(lambda: browser.text(f"{card} .said"))
 
     assert answer(0, "yes") == "It comes back after 7 days."
     assert answer(1, "yes") == "It comes back after 1 day."
@@ -226,7 +230,7 @@ def test_every_page_of_files_finds_what_the_one_before_it_stored(
 ) -> None:
     """With localStorage Chromium loses about half of these."""
     for tries in range(20):
-        write(browser, f"0.{tries}")
+        write(browser, f"0.{tries}", "Not yet.")
         browser.open(folder / ("progress.html" if tries % 2 else "lesson.html"))
         browser.open(folder / "lesson.html")
         assert browser.find("[data-step=pencil] input").get_attribute("value") == f"0.{tries}"
@@ -267,7 +271,7 @@ def test_damaged_storage_loses_nothing_else(browser: Browser, folder: Path, dama
     put(browser, NAME, damaged)
     put(browser, "slopes", {"solved": True, "code": "mine"})
     browser.open(folder / "lesson.html")
-    assert write(browser, "0.75") == "Right."
+    write(browser, "0.75", "Right.")
     browser.open(folder / "progress.html")
     assert f"1 of {len(COURSE)} exercises solved" in browser.text(".count")
     assert "1 question by pencil" in browser.text(".count")

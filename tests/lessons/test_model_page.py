@@ -58,8 +58,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(browser: Browser, page: Path) -> Browser:
     browser.open(page)
-    browser.until(lambda: browser.find("#check").get_attribute("data-worst"))
+    checked(browser)
     return browser
+
+
+def checked(browser: Browser) -> dict[str, float]:
+    """What the page found when it compared itself with the library."""
+    found = browser.until(lambda: browser.find("#check").get_attribute("data-worst"))
+    return dict(json.loads(found))
 
 
 @needs_browser
@@ -114,8 +120,9 @@ def test_texts_of_all_kinds_have_the_library_s_tokens(opened: Browser, library: 
         "Ça déjà-vu — no",
     ):
         type_text(opened, text)
-        shown = opened.run("return [...document.querySelectorAll('.id')].map((t) => t.textContent)")
-        assert shown == [str(i) for i in library.tokenizer.encode(text)]
+        shown = "return [...document.querySelectorAll('.id')].map((t) => t.textContent)"
+        ids = [str(i) for i in library.tokenizer.encode(text)]
+        opened.expect(lambda: opened.run(shown), ids)  # noqa: B023
 
 
 def type_text(browser: Browser, text: str) -> None:
@@ -138,8 +145,7 @@ def test_the_page_loads_nothing_and_compares_itself_with_the_library(
 ) -> None:
     for width, scheme in ((1280, "light"), (PHONE, "light"), (PHONE, "dark")):
         browser.open(page, width=width, scheme=scheme)
-        browser.until(lambda: browser.find("#check").get_attribute("data-worst"))
-        worst = json.loads(browser.find("#check").get_attribute("data-worst") or "")
+        worst = checked(browser)
         assert worst["cases"] == 20
         assert worst["wrong"] == 0
         assert max(worst[name] for name in ("logits", "probabilities", "weights")) < 1e-4
@@ -159,7 +165,7 @@ def test_a_page_that_computes_something_else_says_so(
         other = tmp_path / "other.html"
         other.write_text(text.replace(old, new))
         browser.open(other)
-        browser.until(lambda: browser.find("#check").get_attribute("data-worst"))
+        checked(browser)
         assert browser.find("#check").get_attribute("class") == "bad"
         assert "does not compute what fenchel computes" in browser.text("#check")
 
@@ -181,42 +187,45 @@ def test_another_map_temperature_prior_and_cut_show_the_library_s_numbers(
         found = result(library, case)
         p = found.logits.softmax(-1)
         top = int(p.argmax())
-        shown = bars(browser)
-        assert shown[library.tokenizer.decode([top]).strip()] == pytest.approx(
-            float(p[top]), abs=6e-4
-        )
+        word, share = library.tokenizer.decode([top]).strip(), float(p[top])
+        near = pytest.approx(share, abs=6e-4)
+        browser.expect(lambda: bars(browser).get(word), near)  # noqa: B023
         weight = float(found.weights[2][0, 1])
-        assert f"with weight {weight:.4f}" in browser.text("#cell")
-    assert "goes from 0.876" in browser.text("#said")
+        browser.until(lambda: f"with weight {weight:.4f}" in browser.text("#cell"))  # noqa: B023
+    browser.until(lambda: "goes from 0.876" in browser.text("#said"))
 
 
 @needs_browser
 def test_a_cell_is_opened_by_mouse_and_keys_and_its_line_is_cut(opened: Browser) -> None:
+    def says(part: str, words: str) -> None:
+        opened.until(lambda: words in opened.text(part))
+
     opened.run("location.hash = '#T=1'")
     type_text(opened, "The ships and the sailors need the Secretary of the")
+    opened.until(lambda: "Navy" in bars(opened))
     before = bars(opened)
     opened.run("document.querySelectorAll('#heads button')[1].click()")
-    assert "Block 1, head 2" in opened.text("#cell")
+    says("#cell", "Block 1, head 2")
     opened.find("#matrix").send_keys(Keys.ARROW_UP, Keys.ARROW_LEFT)
-    assert "“of” reads" in opened.text("#cell")
-    assert opened.text("#after") == "“of”"
+    says("#cell", "“of” reads")
+    opened.expect(lambda: opened.text("#after"), "“of”")
     opened.find("#stack").send_keys(Keys.ARROW_RIGHT)
-    assert opened.text("#after") == "“the”"
+    opened.expect(lambda: opened.text("#after"), "“the”")
     opened.run("document.querySelectorAll('.grasp')[0].dispatchEvent(new MouseEvent('click'))")
-    assert "Block 1, head 1: “the” reads" in opened.text("#cell")
+    says("#cell", "Block 1, head 1: “the” reads")
     opened.run("document.querySelectorAll('#heads button')[4].click()")
-    assert "“the” reads “ships”" in opened.text("#cell")
+    says("#cell", "“the” reads “ships”")
     opened.find("#cut").click()
-    assert "with weight 0.0000" in opened.text("#cell")
-    assert bars(opened) != before
+    says("#cell", "with weight 0.0000")
+    opened.until(lambda: bars(opened) != before)
+    opened.until(lambda: opened.text("#said").startswith("With the line cut, “"))
     effect = opened.text("#said").removesuffix(" Red marks: before the cut.")
-    assert effect.startswith("With the line cut, “")
-    assert effect in opened.text(".steps"), "beside the button too, which may be a screen below"
-    assert "cuts=2%2C0%2C10%2C1" in opened.driver.current_url
+    says(".steps", effect)  # beside the button too, which may be a screen below
+    opened.until(lambda: "cuts=2%2C0%2C10%2C1" in opened.driver.current_url)
     opened.find("#cut").click()
-    assert bars(opened) == before
+    opened.expect(lambda: bars(opened), before)
     opened.run("document.querySelectorAll('.steps details').forEach((d) => { d.open = true; })")
-    opened.until(lambda: opened.find(".steps table"))
+    opened.until(lambda: opened.find_all(".steps table"))
     products = opened.run(
         """const rows = [...document.querySelector(".steps table").rows].slice(1);
         return rows.map((row) => +row.cells[3].textContent.replace("\u2212", "-"));"""
@@ -231,11 +240,12 @@ def test_a_cell_is_opened_by_mouse_and_keys_and_its_line_is_cut(opened: Browser)
 def test_an_empty_text_and_a_long_one_are_shown(opened: Browser) -> None:
     type_text(opened, " ")
     opened.find("#text").send_keys(Keys.BACKSPACE)
-    assert opened.text("#said") == "Type a word."
+    opened.expect(lambda: opened.text("#said"), "Type a word.")
     opened.run(
         """const field = document.getElementById("text");
         field.value = "the people of the United States ".repeat(40);
         field.dispatchEvent(new Event("input"));"""
     )
-    assert opened.run("return document.querySelectorAll('.id').length") == 96
+    ids = "return document.querySelectorAll('.id').length"
+    opened.expect(lambda: opened.run(ids), 96)
     assert opened.console() == []

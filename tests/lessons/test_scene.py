@@ -10,8 +10,8 @@ import cmath
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 
 import fenchel
 from fenchel.lessons.course import COURSE
@@ -29,7 +27,7 @@ from fenchel.lessons.scene import Scene, scene_page
 from fenchel.model.rotary_table import sinusoids
 from fenchel.report.html import read_asset
 from fenchel.sensitivity import cone
-from tests.browser import DESKTOP, PHONE, Browser, needs_browser
+from tests.browser import DESKTOP, PHONE, Browser, Locator, needs_browser
 
 
 def scene_cells() -> dict[str, str]:
@@ -130,29 +128,41 @@ FRAME = (
 )
 
 
-def moved(browser: Browser, act: Callable[..., None], *given: Any) -> bool:
-    """Whether the drawing is another one two frames after an action."""
-    before = browser.run(DRAWN)
-    act(*given)
-    browser.driver.execute_async_script(
-        "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))"
-    )
-    return bool(browser.run(DRAWN) != before)
+def changes(browser: Browser, *ways: Callable[[], None], said: Locator | None = None) -> None:
+    """Wait until one of the ways has made another drawing, and a handle says another value.
+
+    A value at its end moves in one direction only. The drawing comes with the next frame.
+    """
+
+    def seen() -> tuple[str, str]:
+        return browser.run(DRAWN), said.get_attribute("aria-valuetext") if said else ""
+
+    before = seen()
+
+    def changed() -> bool:
+        for way in ways:
+            way()
+            browser.driver.execute_async_script(
+                "const done = arguments[0];"
+                "requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+            )
+            drawn, value = seen()
+            if drawn != before[0] and (said is None or value != before[1]):
+                return True
+        return False
+
+    browser.until(changed)
 
 
-def drags(browser: Browser, handle: WebElement) -> bool:
-    """Whether a handle follows the mouse in some direction, with what it says."""
-    said = handle.get_attribute("aria-valuetext")
-    return any(
-        moved(browser, browser.drag, handle, *way)
-        and handle.get_attribute("aria-valuetext") != said
-        for way in [(-130, 0), (0, -130), (130, 0), (0, 130)]
-    )
+def drag(browser: Browser, handle: Locator) -> None:
+    """A handle follows the mouse, with what it says."""
+    ways = [(-130, 0), (0, -130), (130, 0), (0, 130)]
+    changes(browser, *(partial(browser.drag, handle, *way) for way in ways), said=handle)
 
 
-def keys(browser: Browser, element: WebElement, *tried: str) -> bool:
-    """Whether one of the keys moves something."""
-    return any(moved(browser, element.send_keys, key) for key in tried)
+def press(browser: Browser, element: Locator, *keys: str) -> None:
+    """One of the keys moves something."""
+    changes(browser, *(partial(element.send_keys, key) for key in keys))
 
 
 @needs_browser
@@ -164,20 +174,24 @@ def test_a_scene_follows_the_hand_in_a_frame_that_stays(
     browser.open(page)
     assert browser.run("return document.documentElement.scrollWidth") == DESKTOP
     frame = browser.run(FRAME)
-    for control in browser.driver.find_elements(By.CSS_SELECTOR, "input[type=range]"):
-        assert keys(browser, control, Keys.END, Keys.HOME)
-    for choice in browser.driver.find_elements(By.CSS_SELECTOR, ".choice input:not(:checked)"):
-        assert moved(browser, choice.click)
-    handles = browser.driver.find_elements(By.CSS_SELECTOR, "[role=slider]")
-    handles += browser.driver.find_elements(By.CSS_SELECTOR, ".words button")[:1]
+    for control in browser.find_all("input[type=range]"):
+        press(browser, control, Keys.END, Keys.HOME)
+    for menu in browser.find_all(".controls select"):
+        press(browser, menu, Keys.END, Keys.HOME)
+    for group in browser.find_all(".choice"):
+        for choice in group.find_all("input"):
+            if not choice.matches(":checked"):
+                changes(browser, choice.click)
+    handles = browser.find_all("[role=slider]")
+    handles += browser.find_all(".words button")[:1]
     assert handles
     for handle in handles:
         if handle.tag_name == "button":
-            assert moved(browser, handle.click)
+            changes(browser, handle.click)
         else:
-            assert drags(browser, handle), handle.get_attribute("aria-label")
+            drag(browser, handle)
         arrows = (Keys.ARROW_RIGHT, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_DOWN)
-        assert keys(browser, browser.focused(), *arrows), "an arrow moves what is focused"
+        press(browser, browser.focused(), *arrows)  # an arrow moves what is focused
     assert browser.run(FRAME) == frame, "no axis moves"
     assert browser.console() == []
     assert {url.split("#")[0] for url in browser.requests()} == {page.as_uri()}
@@ -192,13 +206,16 @@ def test_a_scene_fits_a_phone_in_the_dark(
     assert browser.run("return document.documentElement.scrollWidth") == PHONE
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert paper == "rgb(20, 23, 26)"
-    for area in browser.driver.find_elements(By.CSS_SELECTOR, ".grip-area, .play"):
-        assert min(area.size["width"], area.size["height"]) >= 43, "a finger finds it"
-    words = browser.driver.find_elements(By.CSS_SELECTOR, "svg.scene text, .side, .says")
-    for word in words:
-        assert word.rect["x"] >= -1, word.text
-        assert word.rect["x"] + word.rect["width"] <= PHONE + 1, word.text
-        assert float(word.value_of_css_property("font-size")[:-2]) >= 10.5
+    for area in browser.find_all(".grip-area, .play"):
+        assert min(area.rect["width"], area.rect["height"]) >= 43, "a finger finds it"
+    words = """return Array.from(document.querySelectorAll("svg.scene text, .side, .says"), (word) => {
+        const { left, right } = word.getBoundingClientRect();
+        return [word.textContent, left, right, parseFloat(getComputedStyle(word).fontSize)];
+    })"""  # noqa: E501
+    for word, left, right, size in browser.run(words):
+        assert left >= -1, word
+        assert right <= PHONE + 1, word
+        assert size >= 10.5, word
     assert browser.console() == []
 
 
@@ -209,33 +226,35 @@ def test_the_play_button_moves_a_value_to_its_end_and_a_hand_stops_it(
     """With reduced motion, as this browser asks for: five still pictures."""
     browser.open(page_of("residuals.residual_circle"))
     button = browser.find(".play")
-    shown = lambda: browser.text(".slide output")  # noqa: E731
-    assert (button.text, shown()) == ("▶ Add layers", "6")
+    both = """return [".play", ".slide output"].map((part) =>
+        document.querySelector(part).textContent)"""
+    assert browser.run(both) == ["▶ Add layers", "6"]
     button.click()
-    browser.until(lambda: shown() != "6", seconds=3)
-    assert button.text == "❚❚ Pause"
+    label, _ = browser.until(lambda: (now := browser.run(both))[1] != "6" and now)
+    assert label == "❚❚ Pause"
     browser.find("[role=slider]").send_keys(Keys.ARROW_LEFT)
-    browser.until(lambda: button.text == "▶ Add layers", seconds=1)
+    browser.expect(lambda: button.text, "▶ Add layers")
 
 
 @needs_browser
 def test_a_state_is_shared_by_its_address(browser: Browser, page_of: Callable[[str], Path]) -> None:
     page = page_of("lipschitz.double_cone")
     browser.open(page)
-    browser.drag(browser.find("[data-handle=limit]"), 0, 60)
+    limit = browser.find("[data-handle=limit]")
+    start = limit.get_attribute("aria-valuetext")
+    browser.drag(limit, 0, 60)
+    browser.until(lambda: limit.get_attribute("aria-valuetext") != start)
 
-    def settled() -> bool:
-        """The address follows the state at most ten times a second."""
-        before = browser.driver.current_url
-        time.sleep(0.5)
-        return "#" in before and before == browser.driver.current_url
+    def address() -> str | None:
+        """The address once it has the state that is drawn: it follows ten times a second."""
+        found = re.search(r"[#&]L=([\d.]+)", url := str(browser.driver.current_url))
+        said = limit.get_attribute("aria-valuetext")
+        return url if found and said.startswith(f"speed limit {float(found[1]):.2f},") else None
 
-    browser.until(settled)
-    said = browser.find("[data-handle=limit]").get_attribute("aria-valuetext")
-    address = browser.driver.current_url
+    shared, said = browser.until(address), limit.get_attribute("aria-valuetext")
     browser.driver.get("about:blank")
-    browser.open(address)
-    assert browser.find("[data-handle=limit]").get_attribute("aria-valuetext") == said
+    browser.open(shared)
+    browser.expect(lambda: limit.get_attribute("aria-valuetext"), said)
 
 
 def softmax(z: list[float], beta: float, prior: list[float] | None = None) -> torch.Tensor:
@@ -362,8 +381,7 @@ def test_the_numbers_of_a_scene_are_those_of_the_library(
     path = page_of(name).with_name("numbers.html")
     path.write_text(scene_page(name.split(".")[1], start, data), encoding="utf-8")
     browser.open(path)
-    elements = browser.driver.find_elements(By.CSS_SELECTOR, selector)
-    texts = " ".join(element.text for element in elements).replace("−", "-")
+    texts = " ".join(browser.texts(selector)).replace("−", "-")
     numbers = re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?", texts)
     for number, value in zip(numbers, expected(start), strict=True):
         decimals = len(number.partition(".")[2])

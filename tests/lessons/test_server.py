@@ -14,16 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
 from starlette.requests import Request
 
 from fenchel.cli import main
@@ -36,7 +32,7 @@ from fenchel.lessons.server import (
     _serialise_parsing,
     index_page,
 )
-from tests.browser import PHONE, Browser, needs_browser
+from tests.browser import PHONE, Browser, Locator, needs_browser
 
 
 def test_the_list_names_every_lesson_and_what_is_solved() -> None:
@@ -376,21 +372,23 @@ def words(browser: Browser) -> str:
 
 
 def all_words(browser: Browser) -> str:
-    return browser.driver.find_element(By.TAG_NAME, "body").text
+    return browser.find("body").text
 
 
 def settled(browser: Browser) -> str:
-    """The text of the page once it has five claims and has not changed for two seconds."""
-    last = {"text": "", "count": 0}
+    """The text of the page once it has five claims, computes nothing and stays for two seconds."""
+    last, since = "", time.monotonic()
+    busy = "return document.querySelector('.marimo-output-stale, .marimo-output-loading') !== null"
 
-    def same(_: Any) -> bool:
+    def same() -> bool:
+        nonlocal last, since
         text = words(browser)
-        last["count"] = last["count"] + 1 if text == last["text"] else 0
-        last["text"] = text
-        return last["count"] >= 4 and text.count("✓") >= 5
+        if text != last or browser.run(busy):
+            last, since = text, time.monotonic()
+        return time.monotonic() - since >= 2 and text.count("✓") >= 5
 
-    WebDriverWait(browser.driver, 90, poll_frequency=0.5).until(same)
-    return str(last["text"])
+    browser.until(same, seconds=120)
+    return last
 
 
 def background(browser: Browser) -> list[int]:
@@ -407,16 +405,14 @@ def background(browser: Browser) -> list[int]:
 @needs_browser
 def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     browser.open(server.address)
-    links = browser.driver.find_elements(By.CSS_SELECTOR, "h3 a")
-    assert [link.text for link in links] == [
+    assert browser.texts("h3 a") == [
         "The whole model on one screen",
         *(f"{each.number}. {each.title}" for each in COURSE),
     ]
     assert not browser.console()
 
 
-def differs(browser: Browser, before: str) -> bool:
-    return words(browser) != before
+HIDDEN = "return document.documentElement.scrollHeight - window.innerHeight"
 
 
 def check_scenes(browser: Browser) -> str:
@@ -425,20 +421,16 @@ def check_scenes(browser: Browser) -> str:
     The state of each arrives in Python, and the claims follow; the frame is not scrolled.
     """
     before = settled(browser)
-    for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
-        browser.driver.switch_to.frame(frame)
-        if browser.run("return document.title") == "questions":
-            browser.driver.switch_to.default_content()
-            continue
-        handle = browser.find(".words button, .grip")
-        handle.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
-        high = "return document.documentElement.scrollHeight - window.innerHeight"
-        assert browser.run(high) <= 0, "the frame is as high as the scene"
-        # The relay shows all that there is in its own page.
-        shared = browser.run("return document.title") != "relay"
-        browser.driver.switch_to.default_content()
-        if shared:
-            browser.until(partial(differs, browser, before), seconds=30)
+    for frame in browser.find_all("iframe"):
+        with browser.frame(frame):
+            title = browser.until(lambda: browser.run("return document.title"))
+            if title == "questions":
+                continue
+            handle = browser.find(".words button, .grip")
+            handle.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
+            browser.until(lambda: browser.run(HIDDEN) <= 0)  # the frame is as high as the scene
+        if title != "relay":  # it shows all that there is in its own page
+            browser.until(lambda: words(browser) != before, seconds=60)  # noqa: B023
         before = settled(browser)
         assert "AssertionError" not in before
     return before
@@ -464,31 +456,28 @@ def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: L
     before = check_scenes(browser)
     assert "AssertionError" not in before
     browser.until(lambda: browser.find_deep("[role=slider], select"), seconds=60)
-    control = (browser.find_deep("[role=slider]") or browser.find_deep("select"))[0]
+    sliders = browser.find_deep("[role=slider]")
+    control = (sliders or browser.find_deep("select"))[0]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", control)
     control.send_keys(Keys.ARROW_RIGHT)
-    WebDriverWait(browser.driver, 60).until(lambda _: words(browser) != before)
+    browser.until(lambda: words(browser) != before, seconds=60)
     wide = "return document.documentElement.scrollWidth - window.innerWidth"
     assert browser.run(wide) <= 0, "the page is wider than a phone"
-    assert max(background(browser)) < 80, "the page is as dark as was asked"
+    browser.until(lambda: max(background(browser)) < 80)  # as dark as was asked
     assert not [line for line in browser.console() if "error" in line.lower()]
     assert not [url for url in browser.requests() if not url.startswith((server.address, "data:"))]
 
 
 def submit(browser: Browser, code: str) -> None:
     """Replace the answer to the exercise and press its button."""
-
-    def buttons() -> list[WebElement]:
-        return [each for each in browser.find_deep("button") if each.text == "Check"]
-
-    browser.until(buttons, seconds=60)
-    check = buttons()[0]
+    check = browser.until(lambda: browser.find_deep("button", "Check"), seconds=60)[0]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", check)
-    editor = browser.find_deep(".cm-content")[0]
+    editor = browser.until(lambda: browser.find_deep(".cm-content"))[0]
     editor.send_keys(Keys.CONTROL, Keys.END)
     editor.send_keys(*[Keys.BACKSPACE] * 500)
     editor.send_keys(code)
     editor.send_keys(Keys.ESCAPE)  # the menu of completions
+    browser.expect(lambda: editor.text.strip(), code)
     check.click()
 
 
@@ -497,22 +486,26 @@ def test_an_answer_is_marked_and_remembered(browser: Browser, server: Process) -
     browser.open(f"{server.address}/lessons/softmax/")
     settled(browser)
     submit(browser, "weights = lambda z, T: z")
-    WebDriverWait(browser.driver, 20).until(lambda _: "Not yet." in all_words(browser))
+    browser.until(lambda: "Not yet." in all_words(browser), seconds=60)
     submit(browser, "weights = lambda z, T: torch.softmax(z / T, -1)")
-    WebDriverWait(browser.driver, 20).until(lambda _: "Solved." in all_words(browser))
+    browser.until(lambda: "Solved." in all_words(browser), seconds=60)
     browser.open(server.address)
-    assert f"1 of {len(COURSE)} exercises solved." in words(browser)
+    browser.until(lambda: f"1 of {len(COURSE)} exercises solved." in words(browser))
 
 
-def in_frame(browser: Browser, selector: str) -> None:
-    """Switch to the frame that has an element."""
-    browser.driver.switch_to.default_content()
-    for frame in browser.driver.find_elements(By.TAG_NAME, "iframe"):
-        browser.driver.switch_to.frame(frame)
-        if browser.driver.find_elements(By.CSS_SELECTOR, selector):
-            return
-        browser.driver.switch_to.default_content()
-    raise AssertionError(selector)
+def frame_with(browser: Browser, selector: str) -> Locator:
+    """The frame that has an element."""
+
+    def found() -> Locator | None:
+        for frame in browser.find_all("iframe"):
+            with browser.frame(frame):
+                if browser.find_all(selector):
+                    return frame
+        return None
+
+    frame = browser.until(found)
+    assert frame
+    return frame
 
 
 @needs_browser
@@ -523,19 +516,19 @@ def test_questions_are_answered_and_kept_without_code(browser: Browser, server: 
     chosen = browser.find_deep("[role=radio]")[1]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", chosen)
     chosen.click()
-    in_frame(browser, ".ladder")
-    browser.find("[data-step=pencil] input").send_keys("24/25", Keys.ENTER)
-    assert browser.text("[data-step=pencil] .said") == "Right."
-    in_frame(browser, ".recap")
-    browser.run("document.querySelector('.recap > .card .turn').click()")
-    browser.run("document.querySelector('.recap > .card [data-known=no]').click()")
-    browser.driver.switch_to.default_content()
+    with browser.frame(frame_with(browser, ".ladder")):
+        browser.find("[data-step=pencil] input").send_keys("24/25", Keys.ENTER)
+        browser.expect(lambda: browser.text("[data-step=pencil] .said"), "Right.")
+    with browser.frame(frame_with(browser, ".recap")):
+        browser.run("document.querySelector('.recap > .card .turn').click()")
+        browser.run("document.querySelector('.recap > .card [data-known=no]').click()")
+        browser.until(lambda: browser.text(".recap > .card .said"))
 
     def shown() -> str:
         browser.open(f"{server.address}/progress")
         return browser.text(".count") + browser.text(".weak")
 
-    browser.until(lambda: "1 prediction, 1 question by pencil, 0 by choice" in shown(), 30)
+    browser.until(lambda: "1 prediction, 1 question by pencil, 0 by choice" in shown())
     assert "How large is the cosine of two random directions" in shown()
     # A weak card can be turned on that page too.
     browser.run("document.querySelector('.weak .card:not([hidden]) .turn').click()")
@@ -544,10 +537,11 @@ def test_questions_are_answered_and_kept_without_code(browser: Browser, server: 
     browser.until(lambda: browser.open(f"{server.address}/progress") or not browser.text(".weak"))
     browser.open(address)
     settled(browser)
-    assert browser.find_deep("[role=radio]")[1].get_attribute("aria-checked") == "true"
-    in_frame(browser, ".ladder")
-    assert browser.find("[data-step=pencil] input").get_attribute("value") == "24/25"
-    browser.driver.switch_to.default_content()
+    chosen = browser.find_deep("[role=radio]")[1]
+    browser.expect(lambda: chosen.get_attribute("aria-checked"), "true")
+    with browser.frame(frame_with(browser, ".ladder")):
+        field = browser.find("[data-step=pencil] input")
+        browser.expect(lambda: field.get_attribute("value"), "24/25")
 
 
 @pytest.mark.parametrize(

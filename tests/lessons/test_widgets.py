@@ -48,10 +48,11 @@ def test_the_answer_waits_for_a_choice() -> None:
     assert "Not quite: a." in answer("b", "a", "because").text
 
 
-def test_the_header_links_to_the_lesson_after_it_and_to_those_before() -> None:
+def test_the_header_links_to_the_lessons_before_and_the_footer_to_the_next() -> None:
     text = header("softmax").text
     assert "Lesson 7 ·" in text
-    assert "../priors_and_budgets/" in text
+    assert '"/model"' in text
+    assert "../priors_and_budgets/" not in text, "the way on is at the end"
     assert "../lagrange/" in text
     assert "../priors_and_budgets/" in footer("softmax").text
     last = header("whole_flow").text + footer("whole_flow").text

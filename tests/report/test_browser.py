@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from fenchel.cli import reliability
@@ -125,14 +124,19 @@ def test_a_page_opens_in_silence_and_fits_the_screen(
     assert browser.console() == []
     assert browser.requests() == [pages[name].as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") == width
-    hosts = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture]")
+    hosts = "return document.querySelectorAll('[data-picture]').length"
     charts = {"run": 14, "comparison": 8, "inspection": 7, "certificates": 2, "reliability": 0}
-    assert len(hosts) == charts[name]
-    drawings = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg, figure canvas")
-    assert len(drawings) >= max(len(hosts), 1)
-    for drawing in drawings:
-        assert drawing.size["width"] >= 20
-        assert drawing.size["height"] >= 5
+    assert browser.run(hosts) == charts[name]
+    sizes = """
+        return Array.from(document.querySelectorAll("figure svg, figure canvas"), (drawing) => {
+            const { width, height } = drawing.getBoundingClientRect();
+            return [width, height];
+        });
+    """
+    browser.until(lambda: len(browser.run(sizes)) >= max(charts[name], 1))
+    for across, down in browser.run(sizes):
+        assert across >= 20
+        assert down >= 5
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(251, 250, 246)", "dark": "rgb(20, 23, 26)"}[scheme]
 
@@ -144,13 +148,13 @@ def test_every_figure_has_its_numbers_in_a_table_without_the_script_too(
     browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.open(pages[name])
-        for figure in browser.driver.find_elements(By.TAG_NAME, "figure"):
-            assert len(figure.find_elements(By.CSS_SELECTOR, "details table tbody tr")) > 1
+        for figure in browser.find_all("figure"):
+            assert len(figure.find_all("details table tbody tr")) > 1
         folded = "figure details:not([open])"
         table = browser.find(f"{folded} table")
         assert not table.is_displayed()
         browser.find(f"{folded} summary").click()
-        assert table.is_displayed()
+        browser.until(lambda: browser.find("figure details[open] table").is_displayed())
         if name != "reliability":
             assert "Every number is also in a table." in browser.text("noscript p")
     finally:
@@ -172,7 +176,7 @@ def test_the_policy_runs_nothing_but_the_page_itself(
     assert browser.run("return getComputedStyle(document.body).opacity") == "1"
     assert len(browser.console()) >= 3  # the policy reports what it refused
     assert browser.requests() == [(tmp_path / "smuggled.html").as_uri()]
-    assert len(browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=loss] svg")) == 1
+    assert len(browser.find_all("[data-picture=loss] svg")) == 1
 
 
 def test_the_curves_of_a_comparison_have_a_legend_and_show_every_run_under_the_mouse(
@@ -180,29 +184,28 @@ def test_the_curves_of_a_comparison_have_a_legend_and_show_every_run_under_the_m
 ) -> None:
     browser.open(pages["comparison"])
     chart = "[data-picture=loss-0]"
-    keys = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .legend li")
-    assert [key.text for key in keys] == ["browsed", "a run of another name"]
+    assert browser.texts(f"{chart} .legend li") == ["browsed", "a run of another name"]
     colour = "return getComputedStyle(document.querySelector(arguments[0])).stroke"
     strokes = [browser.run(colour, f"{chart} path.line.s{tone}") for tone in (0, 1)]
     assert strokes == ["rgb(0, 114, 178)", "rgb(196, 82, 10)"]
     fill = colour.replace("stroke", "fill")
     assert [browser.run(fill, f"[data-picture=ranking] .bar.s{tone}") for tone in (0, 1)] == strokes
     browser.hover(f"{chart} svg", 0.3, 0.5)
-    told = browser.text(f"{chart} .readout")
-    assert re.match(r"step \d+: browsed [\d.]+.*, a run of another name [\d.]+", told), told
-    assert len(browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} g .dot")) == 2
+    told = r"step \d+: browsed [\d.]+.*, a run of another name [\d.]+"
+    browser.until(lambda: re.match(told, browser.text(f"{chart} .readout")))
+    browser.expect(lambda: len(browser.find_all(f"{chart} g .dot")), 2)
 
 
 def test_a_phone_shows_the_results_of_a_comparison_and_their_numbers(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.open(pages["comparison"], width=PHONE)
-    heads = browser.driver.find_elements(By.CSS_SELECTOR, "#results > .scroll thead th")
+    heads = browser.find_all("#results > .scroll thead th")
     assert [head.text for head in heads[:3]] == ["run", "bits/byte", "loss"]
-    for element in (*heads[:3], *browser.driver.find_elements(By.CSS_SELECTOR, "svg .label")):
+    for element in (*heads[:3], *browser.find_all("svg .label")):
         assert element.rect["x"] >= 0
         assert element.rect["x"] + element.rect["width"] <= PHONE
-    labels = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=ranking] .label")
+    labels = browser.find_all("[data-picture=ranking] .label")
     assert re.fullmatch(r"[\d.]+ \+[\d.]+ %", labels[-1].text)
 
 
@@ -210,10 +213,10 @@ def test_commands_are_whole_on_a_phone_and_copied_by_a_button(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.open(pages["run"], width=PHONE)
-    items = browser.driver.find_elements(By.CSS_SELECTOR, ".commands li")
+    items = browser.find_all(".commands li")
     assert len(items) == 5
     for item in items:
-        code, purpose = (item.find_element(By.TAG_NAME, name) for name in ("code", "span"))
+        code, purpose = (item.find_all(name)[0] for name in ("code", "span"))
         assert code.rect["x"] + code.rect["width"] <= PHONE
         assert purpose.rect["y"] >= code.rect["y"] + code.rect["height"]  # below, not beside
         assert item.get_property("scrollWidth") <= item.get_property("clientWidth")
@@ -221,7 +224,7 @@ def test_commands_are_whole_on_a_phone_and_copied_by_a_button(
         "Browser.grantPermissions",
         {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
     )
-    button = items[1].find_element(By.TAG_NAME, "button")
+    button = browser.find(".commands li:nth-of-type(2) button")
     button.click()
     browser.until(lambda: button.text == "Copied")
     read = "navigator.clipboard.readText().then(arguments[arguments.length - 1])"
@@ -235,12 +238,13 @@ def test_the_axis_switch_relabels_every_curve(browser: Browser, pages: dict[str,
     assert before.startswith("step 500: training ")
     shape = browser.find("[data-picture=loss] path.line.s0").get_attribute("d")
     browser.find("input[value=elapsed]").click()
-    after = browser.text("[data-picture=loss] .readout")
-    assert after == before.replace("step 500", "time 1:21")  # 500 x 0.1614 s
-    assert browser.text("[data-picture=entropy] .readout").startswith("time 1:21, layer 4: ")
-    assert "0:30" in browser.text("[data-picture=loss] svg")
+    loss = lambda: browser.text("[data-picture=loss] .readout")  # noqa: E731
+    browser.expect(loss, before.replace("step 500", "time 1:21"))  # 500 x 0.1614 s
+    entropy = "[data-picture=entropy] .readout"
+    browser.until(lambda: browser.text(entropy).startswith("time 1:21, layer 4: "))
+    browser.until(lambda: "0:30" in browser.text("[data-picture=loss] svg"))
     browser.find("input[value=elapsed]").send_keys(Keys.ARROW_LEFT)  # the radio before it
-    assert browser.text("[data-picture=loss] .readout").startswith("tokens 2.05M: ")
+    browser.until(lambda: loss().startswith("tokens 2.05M: "))
     assert browser.find("[data-picture=loss] path.line.s0").get_attribute("d") == shape
 
 
@@ -253,11 +257,11 @@ def test_the_mouse_reads_a_curve_where_it_points(browser: Browser, pages: dict[s
     ]
     losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     browser.hover("[data-picture=loss] svg", 0.5, 0.5)
+    browser.until(lambda: browser.find_all("[data-picture=loss] .cursor"))
     readout = browser.text("[data-picture=loss] .readout")
     step = int(readout.split()[1].rstrip(":"))
     assert 200 < step < 300
     assert f"training {losses[step]:.4g}," in readout
-    assert browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=loss] .cursor")
 
 
 def test_the_keyboard_walks_along_a_curve(browser: Browser, pages: dict[str, Path]) -> None:
@@ -265,11 +269,12 @@ def test_the_keyboard_walks_along_a_curve(browser: Browser, pages: dict[str, Pat
     chart = browser.find("[data-picture=loss] svg")
     browser.run("document.querySelector('.axis input').focus()")
     browser.focused().send_keys(Keys.TAB)
-    assert browser.focused() == chart  # the next stop after the axis switch
+    browser.until(chart.is_focused)  # the next stop after the axis switch
     chart.send_keys(Keys.HOME)
-    assert browser.text("[data-picture=loss] .readout").startswith("step 10: ")
+    readout = lambda: browser.text("[data-picture=loss] .readout")  # noqa: E731
+    browser.until(lambda: readout().startswith("step 10: "))
     chart.send_keys(Keys.ARROW_RIGHT)
-    assert browser.text("[data-picture=loss] .readout").startswith("step 20: ")
+    browser.until(lambda: readout().startswith("step 20: "))
 
 
 def weight(maps: dict[str, Any], layer: int, head: int, query: int, key: int) -> str:
@@ -305,20 +310,20 @@ def test_a_head_is_chosen_by_mouse_and_by_keyboard(
     assert browser.text(".map-row .readout") == wanted
     before = browser.colours(".map-view canvas")
     browser.find('[aria-label="layer 2, head 3"]').click()
-    readout = browser.text(".map-row .readout")
-    assert readout.startswith(f"Layer 2, head 3: {query} ")
+    readout = lambda: browser.text(".map-row .readout")  # noqa: E731
+    browser.until(lambda: readout().startswith(f"Layer 2, head 3: {query} "))
     strongest = max(
         range(len(tokens)),
         key=lambda k: float(weight(sample["attention"], 1, 2, telling[2], k)),
     )
     told = weight(sample["attention"], 1, 2, telling[2], strongest)
-    assert readout.endswith(f"{tokens[strongest]} with weight {told}")
-    assert browser.colours(".map-view canvas") != before
+    assert readout().endswith(f"{tokens[strongest]} with weight {told}")
+    browser.colours_after(".map-view canvas", before)
     browser.focused().send_keys(Keys.ARROW_DOWN)
-    assert browser.focused().get_attribute("aria-label") == "layer 3, head 3"
-    assert browser.focused().get_attribute("aria-checked") == "true"
-    assert browser.text(".map-row .readout").startswith("Layer 3, head 3: ")
-    stops = browser.driver.find_elements(By.CSS_SELECTOR, ".map-grid button[tabindex='0']")
+    browser.expect(lambda: browser.focused().get_attribute("aria-label"), "layer 3, head 3")
+    browser.expect(lambda: browser.focused().get_attribute("aria-checked"), "true")
+    browser.until(lambda: readout().startswith("Layer 3, head 3: "))
+    stops = browser.find_all(".map-grid button[tabindex='0']")
     assert [stop.get_attribute("aria-label") for stop in stops] == ["layer 3, head 3"]
 
 
@@ -329,22 +334,19 @@ def test_the_map_and_the_sentence_follow_one_choice(
     tokens = [token.replace(" ", "·") for token in sample["tokens"]]
     browser.open(pages["run"])
     browser.find('[aria-label="layer 1, head 1"]').click()
-    browser.driver.find_elements(By.CSS_SELECTOR, ".sentence button")[5].click()
-    assert f"head 1: {tokens[5]} " in browser.text(".map-row .readout")
+    browser.find_all(".sentence button")[5].click()
+    readout = lambda: browser.text(".map-row .readout")  # noqa: E731
+    browser.until(lambda: f"head 1: {tokens[5]} " in readout())
     canvas = browser.find(".map-view canvas")
     browser.run("arguments[0].focus()", canvas)
     canvas.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
-    readout = browser.text(".map-row .readout")
-    assert f"head 1: {tokens[6]} " in readout
-    assert readout.endswith(f"{tokens[1]} with weight {weight(sample['attention'], 0, 0, 6, 1)}")
-    checked = browser.driver.find_elements(By.CSS_SELECTOR, ".sentence [aria-checked=true]")
-    assert [button.text for button in checked] == [sample["tokens"][6]]
+    read = f"{tokens[1]} with weight {weight(sample['attention'], 0, 0, 6, 1)}"
+    browser.until(lambda: f"head 1: {tokens[6]} " in readout() and readout().endswith(read))
+    browser.expect(lambda: browser.texts(".sentence [aria-checked=true]"), [sample["tokens"][6]])
     browser.find(".map-row summary").click()
-    cells = ".map-row tbody tr"
-    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, cells))
-    rows = browser.driver.find_elements(By.CSS_SELECTOR, cells)
+    rows = browser.until(lambda: browser.texts(".map-row tbody tr"))
     assert len(rows) == len(tokens)
-    assert rows[1].text.endswith(weight(sample["attention"], 0, 0, 6, 1))
+    assert rows[1].endswith(weight(sample["attention"], 0, 0, 6, 1))
 
 
 def test_a_measure_of_every_head_is_chosen_and_read(
@@ -360,18 +362,18 @@ def test_a_measure_of_every_head_is_chosen_and_read(
     canvas = browser.find(f"{heads} canvas")
     canvas.send_keys(Keys.HOME, *[Keys.ARROW_UP] * 3)
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
-    wanted = f"layer 2, head 3: entropy {head['entropy']['mean']:.4g}"
-    assert browser.text(f"{heads} .readout") == wanted
+    told = lambda: browser.text(f"{heads} .readout")  # noqa: E731
+    browser.expect(told, f"layer 2, head 3: entropy {head['entropy']['mean']:.4g}")
     before = browser.colours(f"{heads} canvas")
-    browser.driver.find_element(By.XPATH, "//button[text()='sigma all']").click()
-    wanted = f"layer 2, head 3: sigma all {head['sigma']['qkv']['lower']:.4g}"
-    assert browser.text(f"{heads} .readout") == wanted
-    assert browser.colours(f"{heads} canvas") != before
+    choices = browser.texts(f"{heads} button")
+    browser.find_all(f"{heads} button")[choices.index("sigma all")].click()
+    browser.expect(told, f"layer 2, head 3: sigma all {head['sigma']['qkv']['lower']:.4g}")
+    browser.colours_after(f"{heads} canvas", before)
     browser.focused().send_keys(Keys.ARROW_LEFT)
-    assert browser.focused().text == "sigma v"
-    assert "sigma v" in browser.text(f"{heads} .readout")
+    browser.expect(lambda: browser.focused().text, "sigma v")
+    browser.until(lambda: "sigma v" in told())
     browser.hover(f"{heads} canvas", 0.08, 0.1)
-    assert browser.text(f"{heads} .readout").startswith("layer 1, head 1: sigma v ")
+    browser.until(lambda: told().startswith("layer 1, head 1: sigma v "))
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
@@ -380,13 +382,13 @@ def test_the_ends_of_a_certificate_stand_beside_their_bars_with_a_verdict(
 ) -> None:
     browser.open(pages["certificates"], width=width)
     chart = "[data-picture=certificates] svg"
-    labels = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .label")
-    assert [label.text for label in labels] == [
+    labels = browser.find_all(f"{chart} .label")
+    assert browser.texts(f"{chart} .label") == [
         *("layer 1", "0.473", "1.13"),  # upper is 1.127
         *("layer 2", "0.473", "2.50"),
         *("layer 4", "0.473", "no bound"),
     ]
-    bars = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .interval")
+    bars = browser.find_all(f"{chart} .interval")
     first, second, open_ = (bar.rect for bar in bars)
     span = (2.5 - 0.473) / (1.127 - 0.473)
     assert second["width"] / first["width"] == pytest.approx(span, rel=0.02)
@@ -445,8 +447,7 @@ def test_the_sentence_shows_whole_lines_from_its_beginning_and_whole_words(
     assert browser.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", panel)
     browser.run("arguments[0].querySelectorAll('button')[arguments[1]].click()", panel, at + 30)
     line = browser.run("return parseFloat(getComputedStyle(arguments[0]).lineHeight)", panel)
-    scrolled = browser.run("return arguments[0].scrollTop", panel)
-    assert scrolled > 0
+    scrolled = browser.until(lambda: browser.run("return arguments[0].scrollTop", panel))
     assert scrolled % line == 0
     assert panel.get_property("clientHeight") % line == 0
 
@@ -488,8 +489,8 @@ def test_a_change_of_colour_scheme_repaints_what_is_drawn(
 
 def test_the_reliability_diagram_draws_every_bin(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["reliability"])
-    bins = browser.driver.find_elements(By.CSS_SELECTOR, "figure details tbody tr")
-    dots = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg circle.dot")
+    bins = browser.find_all("figure details tbody tr")
+    dots = browser.find_all("figure svg circle.dot")
     assert len(bins) > 10
     assert len(dots) == len(bins) + 2  # two are in the legend
     assert browser.text("figure svg").count("T = 4.000") == 1

@@ -76,22 +76,29 @@ def test_a_cell_shows_its_law(tmp_path: Path) -> None:
     page = tmp_path / "lens.html"
     page.write_text(render(record()))
     browser = Browser()
+
+    def law() -> str:
+        return str(browser.run("return document.querySelector('.lens-law').textContent"))
+
+    def cells() -> list[str]:
+        classes = "return [...document.querySelectorAll('.lens td')].map(c => c.className.trim())"
+        return list(browser.run(classes))
+
+    def checked() -> str:
+        choice = ".heat-choice[aria-checked=true]"
+        return str(browser.run(f"return document.querySelector('{choice}').textContent"))
+
     try:
         for width in (DESKTOP, PHONE):
             browser.open(page, width=width)
             assert not browser.console()
             assert browser.run("return document.documentElement.scrollWidth") <= width
-            law = "return document.querySelector('.lens-law').textContent"
-            assert browser.run(law).startswith(f"Layer 1, after {TOKENS[2]}")
-            assert "rank 2" in browser.run(law)
+            assert law().startswith(f"Layer 1, after {TOKENS[2]}")
+            assert "rank 2" in law()
             browser.run("document.querySelectorAll('.lens tbody td')[4].click()")
-            assert browser.run(law).startswith("The model itself, after <s>")
-            cells = "return [...document.querySelectorAll('.lens td')].map(c => c.className.trim())"
-            assert browser.run(cells) == [
-                "agrees", "", "", "agrees", "chosen", "", "", "",
-            ]  # fmt: skip
+            browser.until(lambda: law().startswith("The model itself, after <s>"))
+            browser.expect(cells, ["agrees", "", "", "agrees", "chosen", "", "", ""])
             browser.run("document.querySelectorAll('.heat-choice')[0].click()")
-            checked = "return document.querySelector('.heat-choice[aria-checked=true]').textContent"
-            assert browser.run(checked) == "Logit lens"
+            browser.expect(checked, "Logit lens")
     finally:
         browser.driver.quit()

@@ -20,9 +20,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -30,7 +28,7 @@ from starlette.routing import Route
 
 from fenchel.generation import Sampling
 from fenchel.server.page import content_security_policy, page
-from tests.browser import DESKTOP, PHONE, Browser, needs_browser
+from tests.browser import DESKTOP, PHONE, Browser, Locator, needs_browser
 from tests.server.conftest import ANSWERS, RunningServer
 
 HOSTILE = '</script><img src=x onerror="document.title=1">'
@@ -220,8 +218,13 @@ def browser() -> Iterator[Browser]:
     session.driver.quit()
 
 
-def pieces(browser: Browser) -> list[WebElement]:
-    return browser.driver.find_elements(By.CSS_SELECTOR, "#tokens .piece")
+def pieces(browser: Browser) -> list[Locator]:
+    return browser.find_all("#tokens .piece")
+
+
+def lit(browser: Browser, wanted: dict[int, Any]) -> None:
+    """Wait until these tokens are lit, with these weights."""
+    browser.expect(lambda: weights(browser), wanted)
 
 
 def generate(browser: Browser, server: Canned, prompt: str = "To", **how: Any) -> None:
@@ -284,14 +287,13 @@ def test_tokens_appear_as_text_in_silence_and_nothing_leaves_the_origin(
     browser: Browser, server: Canned, width: int, scheme: str
 ) -> None:
     generate(browser, server, width=width, scheme=scheme)
-    shown = [piece.text for piece in pieces(browser)]
     texts = ["of", HOSTILE, "peace↵", "◌", "🐚", "and", "labor"]
-    assert shown == [text.strip() for text in (*PROMPT, *texts)]
+    assert browser.texts("#tokens .piece") == [text.strip() for text in (*PROMPT, *texts)]
     assert browser.run("return document.querySelectorAll('img').length") == 0
     assert browser.find("h1").text == FACTS["model"]
     pieces(browser)[4].click()
-    assert browser.find("#inspector h2").text == HOSTILE.replace(" ", "·")
-    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
+    browser.expect(lambda: browser.text("#inspector h2"), HOSTILE.replace(" ", "·"))
+    browser.until(lambda: browser.find_all(".by-layer tbody tr"))
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.console() == []
     assert browser.requests() == [
@@ -310,28 +312,27 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
 ) -> None:
     generate(browser, server)
     hover(browser, 6)
-    assert weights(browser) == expected(read(5, 50))
+    lit(browser, expected(read(5, 50)))
     hover(browser, 8)
-    assert weights(browser) == expected(read(7, 50))
+    lit(browser, expected(read(7, 50)))
     pieces(browser)[8].click()
     browser.find("select[aria-label=Layer] option[value='1']").click()
-    assert weights(browser) == expected(read(7, 10))
+    lit(browser, expected(read(7, 10)))
     browser.find("select[aria-label=Head] option[value='1']").click()
-    assert weights(browser) == expected(read(7, 12))
-    rows = browser.driver.find_elements(By.CSS_SELECTOR, ":not(.by-layer) > .layers tbody tr")
-    assert [row.text.split() for row in rows] == [
+    lit(browser, expected(read(7, 12)))
+    rows = browser.texts(":not(.by-layer) > .layers tbody tr")
+    assert [row.split() for row in rows] == [
         [str(layer + 1), f"{math.exp(0.5 + layer):.3g}", "≤", "0.251"] for layer in range(3)
     ]
-    browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
+    browser.find("body").send_keys(Keys.ESCAPE)
     hover(browser, 0)  # a token of the prompt shows which tokens read it
     given = {
         at: dict(map(tuple, read(at - 1, 12)["top"])).get(0, 0.0)
         for at in range(3, len(PROMPT) + len(ANSWER))
     }
     most = max(given.values())
-    assert weights(browser) == {
-        at: pytest.approx(math.sqrt(w / most), abs=1e-3) for at, w in given.items() if w
-    }
+    near = {at: pytest.approx(math.sqrt(w / most), abs=1e-3) for at, w in given.items() if w}
+    lit(browser, near)
 
 
 @needs_browser
@@ -339,12 +340,12 @@ def test_the_lens_arrives_beside_a_control_in_use(browser: Browser, server: Cann
     generate(browser, server)
     server.read_layers.clear()
     pieces(browser)[8].click()
-    layer = browser.find("select[aria-label=Layer]")
-    assert browser.text(".by-layer .note") == "Reading the layers."
+    browser.expect(lambda: browser.text(".by-layer .note"), "Reading the layers.")
+    layer = browser.find("select[aria-label=Layer] option[value='1']").element
     server.read_layers.set()
-    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
-    layer.find_element(By.CSS_SELECTOR, "option[value='1']").click()  # the same element
-    assert weights(browser) == expected(read(7, 10))
+    browser.until(lambda: browser.find_all(".by-layer tbody tr"))
+    layer.click()  # the same element
+    lit(browser, expected(read(7, 10)))
     asked = [body for body in server.bodies if "next" in body]
     assert len(asked) == 1, "a choice does not ask again"
 
@@ -355,17 +356,17 @@ def test_the_last_token_is_shown_first_and_its_weights_once_a_layer_is_chosen(
 ) -> None:
     last = len(PROMPT) + len(ANSWER) - 1
     generate(browser, server)
-    assert browser.text("#inspector h2") == "·labor"
-    assert weights(browser) == {}  # the text is shaded by surprise
+    browser.expect(lambda: browser.text("#inspector h2"), "·labor")
+    lit(browser, {})  # the text is shaded by surprise
     assert "latest" in pieces(browser)[last].get_attribute("class")
     hover(browser, 6)
-    assert browser.text("#inspector h2") != "·labor"
+    browser.until(lambda: browser.text("#inspector h2") != "·labor")
     browser.hover("h1", 0.5, 0.5)
-    assert browser.text("#inspector h2") == "·labor"
+    browser.expect(lambda: browser.text("#inspector h2"), "·labor")
     browser.find("select[aria-label=Layer] option[value='1']").click()
-    assert weights(browser) == expected(read(last - 1, 10))
-    browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
-    assert weights(browser) == {}
+    lit(browser, expected(read(last - 1, 10)))
+    browser.find("body").send_keys(Keys.ESCAPE)
+    lit(browser, {})
     generate(browser, server, width=PHONE)  # where the numbers would cover the text
     assert browser.text("#inspector").startswith("Point at a token")
 
@@ -377,6 +378,7 @@ def test_the_numbers_of_a_token_do_not_cover_it_on_a_phone(
     generate(browser, server, width=PHONE)
     # By its event: the driver would scroll to it before a click.
     browser.run("document.querySelectorAll('#tokens .piece')[8].click()")
+    browser.until(lambda: browser.find_all(".piece.kept"))
     token, numbers = (
         browser.run(f"return document.querySelector('{one}').getBoundingClientRect().toJSON()")
         for one in (".piece.kept", "#inspector")
@@ -401,8 +403,9 @@ def test_surprise_is_the_shade_of_a_token(browser: Browser, server: Canned) -> N
         "return getComputedStyle(document.documentElement).getPropertyValue('--ramp')"
     )
     ends = [[int(c.strip()[i : i + 2], 16) for i in (1, 3, 5)] for c in ramp.split(",")]
-    for at, piece in enumerate(pieces(browser)):
-        colour = browser.run("return arguments[0].style.backgroundColor", piece)
+    colours = """return Array.from(document.querySelectorAll("#tokens .piece"),
+        (piece) => piece.style.backgroundColor)"""
+    for at, colour in enumerate(browser.run(colours)):
         if at == 0:
             assert colour == ""
             continue
@@ -416,19 +419,18 @@ def test_surprise_is_the_shade_of_a_token(browser: Browser, server: Canned) -> N
 def test_a_kept_token_shows_what_each_layer_would_write(browser: Browser, server: Canned) -> None:
     generate(browser, server)
     hover(browser, 5)
-    assert not browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer")  # only once it is kept
+    assert not browser.find_all(".by-layer")  # only once it is kept
     pieces(browser)[5].click()
-    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr"))
+    rows = browser.until(lambda: browser.texts(".by-layer tbody tr"))
     assert server.bodies[-1] == {
         "model": FACTS["model"],
         "tokens": [10, 11, 12, 13, 14],
         "next": 15,
         "top": 1,
     }
-    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".by-layer tbody tr")
-    assert [row.text.split()[0] for row in rows] == ["1", "2", "3"]
-    assert [row.text.split()[-1] for row in rows] == ["0.25", "0.50", "0.75"]
-    assert HOSTILE.replace(" ", "·") in rows[0].text
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert [row.split()[-1] for row in rows] == ["0.25", "0.50", "0.75"]
+    assert HOSTILE.replace(" ", "·") in rows[0]
     assert browser.console() == []
 
 
@@ -464,7 +466,7 @@ def test_another_token_continues_from_its_place_by_ids_and_the_same_seed(
     assert (first["echo"], first["stream"], first["return_token_ids"]) == (True, True, True)
     assert first["fenchel"]["attention"] == {"layers": "all", "heads": "all", "top": 8}
     pieces(browser)[7].click()
-    options = browser.driver.find_elements(By.CSS_SELECTOR, ".alternatives button")
+    options = browser.until(lambda: browser.find_all(".alternatives button"))
     assert [option.is_enabled() for option in options] == [False, True]  # the first is the token
     options[1].click()
     browser.until(lambda: browser.text("#status").startswith("2 tokens"))
@@ -472,10 +474,10 @@ def test_another_token_continues_from_its_place_by_ids_and_the_same_seed(
     assert again["prompt"] == [*range(10, 17), 97]
     assert again["seed"] == first["seed"]
     hover(browser, 6)  # what came before keeps its trace, and so does the place that changed
-    assert weights(browser) == expected(read(5, 50))
+    lit(browser, expected(read(5, 50)))
     hover(browser, 7)
-    assert weights(browser) == expected(read(6, 50))
-    assert browser.text("#inspector dd") == "1.23e-4\nsurprise 9.00 nats"
+    lit(browser, expected(read(6, 50)))
+    browser.expect(lambda: browser.text("#inspector dd"), "1.23e-4\nsurprise 9.00 nats")
 
 
 @needs_browser
@@ -550,7 +552,7 @@ def test_an_error_is_one_sentence(
     browser.find("#generate").click()
     browser.until(lambda: browser.text("#error"))
     assert browser.text("#error") == sentence
-    assert browser.find("#generate").is_enabled()
+    browser.until(lambda: browser.find("#generate").is_enabled())
     browser.until(lambda: not browser.find("#stop").is_enabled())
 
 
@@ -562,10 +564,10 @@ def test_tokens_are_one_tab_stop_and_name_the_positions_they_read(
     stops = [piece for piece in pieces(browser) if piece.get_attribute("tabindex") == "0"]
     assert len(stops) == 1
     browser.run("arguments[0].focus()", stops[0])
-    for key in (Keys.END, Keys.ARROW_LEFT):
+    for key, at in ((Keys.END, 9), (Keys.ARROW_LEFT, 8)):
         browser.focused().send_keys(key)
-    focused = browser.focused()
-    assert focused == pieces(browser)[8]
+        focused = pieces(browser)[at]
+        browser.until(focused.is_focused)
     assert focused.get_attribute("role") == "button"
     top = read(7, 50)["top"][:3]
     names = ["To", "the", "Congress", "of", HOSTILE, "peace", "part of a character", "🐚", "and"]
@@ -573,9 +575,10 @@ def test_tokens_are_one_tab_stop_and_name_the_positions_they_read(
     assert focused.get_attribute("aria-label") == (
         f"and, new token 9; probability 0.1353, rank 2; read {words}"
     )
-    assert weights(browser) == expected(read(7, 50))
+    lit(browser, expected(read(7, 50)))
     focused.send_keys(Keys.ENTER)  # keeps the token and goes to what else could stand there
-    assert browser.focused().get_attribute("aria-label") == "other8, probability 1.23e-4"
+    other = "other8, probability 1.23e-4"
+    browser.expect(lambda: browser.focused().get_attribute("aria-label"), other)
 
 
 @needs_browser
@@ -595,7 +598,7 @@ def test_a_saved_page_opens_alone_and_shows_the_same(
     assert pieces(browser)[4].text == HOSTILE
     assert browser.run("return document.querySelectorAll('img').length") == 0
     hover(browser, 8)
-    assert weights(browser) == expected(read(7, 50))
+    lit(browser, expected(read(7, 50)))
     assert "default-src 'none'" in file.read_text(encoding="utf-8")
     assert "connect-src" not in file.read_text(encoding="utf-8").partition("<style>")[0]
 
@@ -660,5 +663,5 @@ def test_a_chat_on_the_page_is_the_answer_of_the_model_and_of_the_api(
     for step in (0, 5):
         hover(browser, len(ids) + step)
         traced = choice["fenchel"][step]["attention"]
-        assert weights(browser) == expected(traced["last_third"])
+        lit(browser, expected(traced["last_third"]))
     assert browser.console() == []

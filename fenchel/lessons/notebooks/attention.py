@@ -93,19 +93,17 @@ def _():
     mo.md(r"""
     ## A library: one question, many books
 
-    How many minutes does an egg boil? Four books answer differently. You do not pick one book. You
-    look at the labels, give each book a share of your trust, and average the answers.
+    How many minutes does an egg boil? Four books answer differently. Trust each by how well it fits your question, and
+    average the answers.
 
-    * Your question is a list of numbers, the **query** $q$: how much it is about kitchens, and how much
-      about the outdoors.
+    * Your question is the **query** $q$: how much about kitchens, how much about the outdoors.
     * Each book has a label of the same kind, its **key** $k_i$, and an answer, its **value** $v_i$.
-    * A label fits if its large numbers meet your large numbers. The **dot product** adds up what meets:
-      $s_i = q \cdot k_i = \sum_c q_c k_{ic}$.
-    * Softmax turns the scores into shares that sum to 1, and the shares mix the values:
+    * The **dot product** adds up how well they fit, $s_i = q \cdot k_i = \sum_c q_c k_{ic}$; softmax makes shares of
+      these scores, and the shares mix the values:
 
     $$p_i = \frac{e^{s_i}}{\sum_j e^{s_j}}, \qquad o = \sum_i p_i v_i .$$
 
-    These three lines are attention. Move the sliders: no book changes, only what you look for.
+    That is attention. *Move the sliders: no book changes, only what you look for.*
     """)
     return
 
@@ -178,13 +176,10 @@ def _():
     mo.md(r"""
     ## A room: everybody asks at once
 
-    Put the words of a sentence into a room. Each word has a question, a label and something to say, so each
-    is asker and book at the same time: **self-attention**. Below, only the word *bank* asks for
-    something: *who here has a topic?* Words with a topic say so in their key. The other words ask for
-    nothing, so all keys fit them equally well. A line is as thick as the weight. *Choose another word, another sentence; then change
-    softmax to sparsemax: how many lines are left, and at which temperature do they come back?*
-
-    The values hold two numbers: *is it about water*, *is it about money*. The word *bank* comes in with zeros.
+    Put the words of a sentence into a room. Each has a question, a label and something to say, so each
+    is asker and book: **self-attention**. Below, only *bank* asks: *who here has a topic?* Words with a topic say so in
+    their key, and in their value whether it is water or money. A line is as thick as the weight. *Choose another word,
+    another sentence; then change softmax to sparsemax: how many lines are left, and at which temperature do they come back?*
     """)
     return
 

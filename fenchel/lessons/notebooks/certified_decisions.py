@@ -161,11 +161,7 @@ def _(border, east, masts, north, radii):
                 x_range=(0, 10),
                 y_range=(0, 10),
                 here=[{"east": here[0].item(), "north": here[1].item()}],
-                cloud=[
-                    {"east": x + 0.12 * cos(a), "north": y + 0.12 * sin(a)}
-                    for x, y in masts.tolist()
-                    for a in (0, tau / 4, tau / 2, -tau / 4)
-                ],
+                cloud=[{"east": x, "north": y} for x, y in masts.tolist()],
                 square=True,
             ),
             claim(

@@ -241,6 +241,49 @@ def _(ids, shipped):
 
 
 @app.cell
+def _(found, ids, shipped):
+    other = (
+        "It is the duty of the Government to protect the rights of its citizens at home and abroad, to maintain the public credit, and "
+        "to see that the laws are faithfully executed in every part of the Union."
+    )
+    fitted = fit_lens(shipped.model, [shipped.tokenizer.encode_whole(other)])
+    with_offset = lens(shipped.model, ids, "jacobian", fit=fitted)
+    pairs = list(zip(found.agreement(), with_offset.agreement(), strict=True))[:-1]
+    mo.vstack(
+        [
+            mo.md(r"""
+            ## A reader who knows the editors
+
+            A reader who has seen many pages grow can guess what later editors will add to a note. That is the *Jacobian lens*: instead of $x_l$ read
+
+            $$\bar x_L + J (x_l - \bar x_l),$$
+
+            with $J$ the average slope of the finished page in the draft and $\bar x$ average pages. Here it is fitted to one other sentence.
+            """),
+            bar_chart(
+                [
+                    {"layer": f"layer {row.layer}", "KL (nats)": row.kl, "what is read": read}
+                    for pair in pairs
+                    for row, read in zip(
+                        pair, ("the page as it is", "with what will be added"), strict=True
+                    )
+                ],
+                "layer",
+                "KL (nats)",
+                "what is read",
+                title="How far the law is from the final one",
+            ),
+            claim(
+                "SM-39",
+                "The guess pays: both layers come closer to the final law, without any training.",
+                all(two.kl < one.kl for one, two in pairs),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
 def _():
     def check(names):
         settled_from = names["settled_from"]
@@ -327,49 +370,6 @@ def _():
         "A large share after layer 1 need not mean much: a frequent word is often right. In deep models the page of an early layer is written for "
         "other layers and not for the reader, and the logit lens reads nonsense there; a fitted lens reads more. And a lens shows what *can* be "
         "read, not what the model reads: to know that, change the page and see what it says then."
-    )
-    return
-
-
-@app.cell
-def _(found, ids, shipped):
-    other = (
-        "It is the duty of the Government to protect the rights of its citizens at home and abroad, to maintain the public credit, and "
-        "to see that the laws are faithfully executed in every part of the Union."
-    )
-    fitted = fit_lens(shipped.model, [shipped.tokenizer.encode_whole(other)])
-    with_offset = lens(shipped.model, ids, "jacobian", fit=fitted)
-    pairs = list(zip(found.agreement(), with_offset.agreement(), strict=True))[:-1]
-    mo.vstack(
-        [
-            mo.md(r"""
-            ## A reader who knows the editors
-
-            A reader who has seen many pages grow can guess what later editors will add to a note. That is the *Jacobian lens*: instead of $x_l$ read
-
-            $$\bar x_L + J (x_l - \bar x_l),$$
-
-            with $J$ the average slope of the finished page in the draft and $\bar x$ average pages. Here it is fitted to one other sentence.
-            """),
-            bar_chart(
-                [
-                    {"layer": f"layer {row.layer}", "KL (nats)": row.kl, "what is read": read}
-                    for pair in pairs
-                    for row, read in zip(
-                        pair, ("the page as it is", "with what will be added"), strict=True
-                    )
-                ],
-                "layer",
-                "KL (nats)",
-                "what is read",
-                title="How far the law is from the final one",
-            ),
-            claim(
-                "SM-39",
-                "The guess pays: both layers come closer to the final law, without any training.",
-                all(two.kl < one.kl for one, two in pairs),
-            ),
-        ]
     )
     return
 

@@ -71,17 +71,13 @@ def _():
     mo.md(r"""
     ## A speed limit
 
-    A train never exceeds 100 km/h. You do not know the timetable, and still you know something:
-    half an hour from now it is at most 50 km from here, in either direction. A speed limit confines
-    the whole journey to a double cone with its tip at the present place.
-
-    A function with a speed limit $L$ is called *Lipschitz* with constant $L$: for all $x$ and $x_0$
+    A train never exceeds 100 km/h. Half an hour from now it is at most 50 km from here, whatever its timetable: a speed
+    limit confines the journey to a double cone. A function with a speed limit $L$ is called *Lipschitz* with constant $L$: for all $x$ and $x_0$
 
     $$|f(x) - f(x_0)| \le L\,|x - x_0| .$$
 
-    Its graph stays between the two lines $f(x_0) \pm L\,|x - x_0|$. Below, $f$ is the sine. *Pull
-    the orange ring down: from which $L$ on does the graph leave the cone? Then move the tip: where on the graph could
-    you have a smaller limit?*
+    Below, $f$ is the sine and the tip of the cone is at $x_0$. *Pull the orange ring down: from which $L$ on does the graph
+    leave the cone? Then move the tip: where would a smaller limit do?*
     """)
     return
 
@@ -141,10 +137,9 @@ def _():
                 ),
             ),
             mo.md(
-                "The smallest speed limit of a smooth function is its steepest slope. For a function of many "
-                "numbers the slope becomes a matrix, the *Jacobian* $J$ of all partial slopes, and its "
-                "steepness is the *spectral norm* $\\|J\\|$: the largest factor by which $J$ stretches an "
-                "arrow. Sensitivity, in this lesson, is that number."
+                "The smallest speed limit of a smooth function is its steepest slope. For many numbers the "
+                "slope is a matrix, the *Jacobian* $J$ of all partial slopes, and its steepness, here called "
+                "sensitivity, is the *spectral norm* $\\|J\\|$: the most by which $J$ stretches an arrow."
             ),
         ]
     )
@@ -216,12 +211,10 @@ def _():
     mo.md(r"""
     ## Two tokens, one number each
 
-    A lever moves its far end further than your hand. Put a second lever on its end, and the factors
-    multiply. Attention is such a pair of levers.
+    A lever on the end of a lever multiplies its factor. Attention is such a pair.
 
-    Take two tokens, $x$ and $t$, each a single number. The first token asks; its score for itself is
-    $x \cdot x$ and for the other one $x \cdot t$. Softmax turns the two scores into weights, and the
-    output is the weighted mean of $x$ and $t$. Start at $x = 0$: both scores are 0, both weights are
+    Take two tokens, $x$ and $t$, each a single number. The first asks: its scores are $x \cdot x$ for itself and $x \cdot t$
+    for the other, softmax makes them weights, and the output is the weighted mean of $x$ and $t$. At $x = 0$ both weights are
     one half. Now move $x$ a little.
 
     - First lever: the score of the other token moves by $t$ times as much.

@@ -68,14 +68,13 @@ def _():
     line_text = r"""
     ## The slope of a line
 
-    A taxi charges a fixed fee and then a price for each kilometre. Two receipts are enough to find the
-    price: divide the difference in money by the difference in distance. The fee cancels, and any other two
-    receipts give the same answer. The price per kilometre is the *slope*. For a line
+    A taxi charges a fixed fee and a price per kilometre. Two receipts are enough to find the price: divide the
+    difference in money by the difference in distance. The fee cancels, and any other two receipts give the same price. It
+    is the *slope* of a line
 
     $$y = m\,x + b, \qquad \text{slope} = \frac{y_2 - y_1}{x_2 - x_1} = m .$$
 
-    $x$ is the distance, $y$ the bill, $b$ the fee, $m$ the price; $(x_1, y_1)$ and $(x_2, y_2)$ are the two
-    receipts. With $m = 2$ the line rises by 2 per unit; with $m = -0.5$ it falls by a half.
+    $x$ is the distance, $y$ the bill, $b$ the fee, $m$ the price; $(x_1, y_1)$ and $(x_2, y_2)$ are the receipts.
     """
     mo.md(line_text)
     return (line_text,)
@@ -92,8 +91,8 @@ def _():
     lines = {m: [s for b in (-1.0, 0.0, 4.0) for s in measured(m, b)] for m in (2.0, -0.5)}
     claim(
         "DV-02",
-        f"Between every two of five places, with three different fees ({len(lines[2.0])} pairs), the lines "
-        f"have the slopes {lines[2.0][0]:g} and {lines[-0.5][0]:g}: it never matters which two.",
+        f"With prices 2 and -0.5 and three fees, all {len(lines[2.0])} pairs of places give the slopes "
+        f"{lines[2.0][0]:g} and {lines[-0.5][0]:g}.",
         all(math.isclose(s, m) for m, slopes in lines.items() for s in slopes),
     )
     return
@@ -104,14 +103,14 @@ def _():
     limit_text = r"""
     ## The slope of a curve
 
-    From far away a road looks bent; walk on it and every few metres look straight. So measure a curve as
-    you would a line, between two places, and bring them together. If the answers settle on one
-    number, that number is the slope *at* the place. It is called the *derivative* and written $f'(x)$:
+    From far away a road looks bent; walk on it and every few metres look straight. So measure a curve like a line, between
+    two places, and bring them together. The number on which the answers settle is the slope *at* the place, the
+    *derivative* $f'(x)$:
 
     $$f'(x) = \lim_{h \to 0} \frac{f(x + h) - f(x)}{h} .$$
 
-    $f$ is the curve, $x$ the place, $h$ the small step to the second place, and $\lim_{h \to 0}$ means: the
-    number that is approached as $h$ shrinks. Make $h$ smaller and watch the dashed line settle.
+    $h$ is the step to the second place, and $\lim_{h \to 0}$ the number that is approached as $h$ shrinks. *Make $h$
+    smaller and watch the dashed line settle.*
     """
     mo.md(limit_text)
     return (limit_text,)

@@ -69,30 +69,15 @@ def _():
     mo.md(r"""
     ## Shares of a budget
 
-    Three restaurants have scores. You go out a hundred times and must say how many evenings
-    each one gets. Always going to the best one earns the most points, and is dull. Going
-    everywhere equally often is varied, and wastes points. Suppose variety is paid for too, in
-    the same currency: the *entropy* $-\sum_i p_i \log p_i$ of the shares (the average surprise of [cross-entropy](../cross_entropy/))
-    earns $T$ points per unit. Then there is one best way to divide the evenings, and it is softmax,
+    Three restaurants have scores, and you divide a hundred evenings. Always the best one earns the most points, and is
+    dull; everywhere equally often is varied, and wastes points. Suppose variety is paid for too: it earns $T$ points per unit.
 
-    $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}.$$
+    Each grey dot is one of a thousand random divisions: the higher, the more points; the further right, the more variety.
+    All on the orange line have the same total, so it falls by $T$ per unit of variety. Where it touches the grey region,
+    there is the best division, *softmax*.
 
-    $z_i$ is the score, $p_i$ the share, and the *temperature* $T$ says how well variety is
-    paid; its inverse $\beta = 1/T$ is the *inverse temperature*. Physics writes the same law with energies $E_i = -z_i$: low energy, large share.
-    """)
-    return
-
-
-@app.cell
-def _():
-    mo.md(r"""
-    Each grey dot below is one of a thousand random ways to divide the evenings: the higher, the more points;
-    the further right, the more variety. None leaves the grey region. All divisions on the orange line have the same total, points
-    plus $T$ times variety, so the line falls by $T$ points per unit of variety and meets the axis at that total. Where it
-    touches the region, there is softmax.
-
-    *Pull the orange ring along the edge: a steep line means that variety is dear to you. Drag C up to B: what happens to the
-    corner between them? Can a dot lie above the line?*
+    *Pull the orange ring along the edge. Drag C up to B: what happens to the corner between them? Can a dot lie above the
+    line?*
     """)
     return
 
@@ -109,6 +94,20 @@ def points_and_variety():
     )
     evenings
     return evenings, rivals
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    Variety is the *entropy* $-\sum_i p_i \log p_i$ of the shares, the average surprise of [cross-entropy](../cross_entropy/), and the
+    best division is
+
+    $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}.$$
+
+    $z_i$ is the score, $p_i$ the share, and the *temperature* $T$ says how well variety is
+    paid; its inverse $\beta = 1/T$ is the *inverse temperature*. Physics writes the same law with energies $E_i = -z_i$: low energy, large share.
+    """)
+    return
 
 
 @app.cell

@@ -106,10 +106,6 @@ def _():
 @app.cell
 def _(beta, grid, keys, places, queries, reports, values):
     curve = fenchel.attend(queries, keys, values, scale=beta.value, backend="reference")[:, 0]
-    bars = [
-        (a, y) for a, t in zip(places.tolist(), reports.tolist(), strict=True) for y in (0, t, 0)
-    ]
-    answers = list(zip(grid.tolist(), curve.tolist(), strict=True))
     kernel = (beta.value * (queries @ keys.T - 1.0)).exp()
     by_hand = (kernel @ values)[:, 0] / kernel.sum(-1)
     nearest = (kernel.amax(-1) / kernel.sum(-1)).mean().item()
@@ -120,16 +116,18 @@ def _(beta, grid, keys, places, queries, reports, values):
         [
             line_chart(
                 [
-                    {"angle": a, "temperature": t, "what": name}
-                    for name, line in (("attention", answers), ("a report: an upright bar", bars))
-                    for a, t in line
+                    {"angle": a, "temperature": t}
+                    for a, t in zip(grid.tolist(), curve.tolist(), strict=True)
                 ],
                 "angle",
                 "temperature",
-                "what",
-                title="Around the lake, as attention answers from twelve reports",
+                title="Around the lake: the answer of attention, and the twelve reports (dots)",
                 x_range=(0, 360),
                 y_range=(-1.6, 1.6),
+                cloud=[
+                    {"angle": a, "temperature": t}
+                    for a, t in zip(places.tolist(), reports.tolist(), strict=True)
+                ],
             ),
             claim(
                 "EF-18 SM-25",
