@@ -187,6 +187,19 @@ def test_the_pages_of_the_site_have_their_links_pictures_and_formulas(
     assert "### attend\n" in attention
 
 
+def test_formulas_fit_a_phone() -> None:
+    pytest.importorskip("latex2mathml")
+    site = script("docs/site.py")
+    apart = site.formulas(r"$$V = \max_p f(p), \qquad J = \nabla V.$$")
+    assert apart.count("<math") == 2  # the style sheet lets parts go below one another
+    assert "<munder><mo>max</mo><mi>p</mi></munder>" in apart
+    assert "class" not in site.formulas("the $x_i$")
+    assert site.formulas(f"the ${' + '.join(12 * 'x')}$").startswith('the <span class="long"><math')
+    styles = (site.DOCS / "site.css").read_text()
+    assert "flex-wrap: wrap" in styles
+    assert ".long {" in styles
+
+
 def test_the_notebook_is_made_from_the_readme() -> None:
     notebook = script("docs/notebook.py")
     text = notebook.FILE.read_text()
