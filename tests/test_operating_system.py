@@ -92,13 +92,14 @@ def test_every_text_is_read_and_written_as_utf_8() -> None:
 SIMULATED = (
     "tests/test_files.py tests/train/test_rundir.py tests/faults/test_second_writer.py "
     "tests/checkpoints/test_run_checkpoint.py tests/cli/test_output_paths.py "
-    "tests/data/test_chat.py"
+    "tests/data/test_chat.py tests/train/test_loop.py tests/train/test_loop_stop_signals.py"
 ).split()
-"""Files, locks, run directories, outputs and child processes."""
+"""Files, locks, run directories, outputs, child processes and signals."""
 OF_POSIX = {
     "test_beside_a_folder_only_what_its_dead_writers_left_is_taken": "folders are not locked",
     "test_a_folder_is_not_taken_while_its_writer_holds_it_though": "folders are not locked",
     "test_the_child_ends_with_its_template_and_ctrl_c_does_not": "it looks at the session",
+    "hangup": "there is no SIGHUP",
     "flipped": "the same bytes on every system; it takes seconds",
 }
 
