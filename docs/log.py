@@ -3,8 +3,8 @@
     python docs/log.py
 
 An entry that stands in docs/log.md itself, from a line ``## DATE · TITLE`` to the next, is moved to
-a file of its own. The index is then written: date, question and answer of every entry. The answer
-is the first sentence of its conclusion, else of what was seen, else of the entry.
+a file of its own. The index is then written: question and answer of every entry, by day. The answer
+is the first sentence below **Answer.**, else of its conclusion, of what was seen, of the entry.
 """
 
 import re
@@ -15,15 +15,18 @@ DOCS = Path(__file__).parent
 INDEX, FOLDER = DOCS / "log.md", DOCS / "log"
 HEADING = re.compile(r"^#{1,2} (\d{4}-\d\d-\d\d) · (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#|\.\./)")
-ANSWERS = ("Conclusion", "Result", "Seen", "Measured", "Found", "Done", "Tried")
+ANSWERS = ("Answer", "Conclusion", "Result", "Seen", "Measured", "Found", "Done", "Tried")
 HEAD = """# Log of experiments
 
 What was asked and what came out; most answers are no. Each entry has the numbers, and how they
 were measured. This page is written by `python docs/log.py`; a new entry is a file in `docs/log`, or
 a section `## DATE · QUESTION` at the end of this page, which the script moves there.
+"""
+DAY = """
+## {date}
 
-| date | question | answer |
-| --- | --- | --- |
+| question | answer |
+| --- | --- |
 """
 
 
@@ -42,14 +45,17 @@ def move_entries() -> None:
 
 def index() -> str:
     """The text of docs/log.md."""
-    rows = []
+    rows, date = [], ""
     for path in sorted(FOLDER.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         heading = HEADING.match(text)
         if heading is None:
             raise ValueError(f"{path} does not begin with a line '# DATE · QUESTION'.")
+        if heading[1] != date:
+            date = heading[1]
+            rows.append(DAY.format(date=date))
         title = heading[2].replace("|", r"\|")
-        rows.append(f"| {heading[1]} | [{title}](log/{path.name}) | {answer(text)} |\n")
+        rows.append(f"| [{title}](log/{path.name}) | {answer(text)} |\n")
     return HEAD + "".join(rows)
 
 

@@ -62,6 +62,8 @@ CODE = re.compile(r"(^```.*?^```$|``[^\n]*?``|`[^`\n]*`)", re.MULTILINE | re.DOT
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\\w])\$(?!\s)([^$\n]+?(?:\n[^$\n]+?)?)(?<!\s)\$(?!\d)", re.DOTALL
 )
+LONG = 40
+"""Characters of LaTeX from which on a formula within a line may be wider than a phone."""
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -153,13 +155,16 @@ def formulas(text: str) -> str:
 
 
 def mathml(formula: re.Match[str]) -> str:
-    """One formula, inline or on a line of its own."""
-    display, latex = ("block", formula[1]) if formula[1] else ("inline", formula[2])
-    latex = (
-        " ".join(latex.split()).replace(r"\arg", r"\operatorname{arg}").replace(r"\|", r"\Vert ")
-    )
-    drawn = latex2mathml.converter.convert(latex, display=display)
-    return f'\n\n<div class="formula">{drawn}</div>\n\n' if display == "block" else drawn
+    """One formula, inline or on a line of its own, where parts apart may go below one another."""
+    latex = " ".join((formula[1] or formula[2]).split())
+    latex = latex.replace(r"\arg", r"\operatorname{arg}").replace(r"\|", r"\Vert ")
+    if not formula[1]:
+        drawn = latex2mathml.converter.convert(latex)
+        return drawn if len(latex) < LONG else f'<span class="long">{drawn}</span>'
+    latex = re.sub(r"\\(max|min|sup|inf)_", r"\\\1\\limits_", latex)
+    convert = latex2mathml.converter.convert
+    drawn = "".join(convert(part, display="block") for part in latex.split(r"\qquad"))
+    return f'\n\n<div class="formula">{drawn}</div>\n\n'
 
 
 # --- pages that are made from the source

@@ -196,7 +196,7 @@ class Posix(System):
         limits += [soft for soft, _ in (resource.getrlimit(resource.RLIMIT_AS),) if soft > 0]
         for file in ("memory.max", "memory/memory.limit_in_bytes"):
             try:
-                text = (Path("/sys/fs/cgroup") / file).read_text().strip()
+                text = (Path("/sys/fs/cgroup") / file).read_text(encoding="utf-8").strip()
             except OSError:
                 continue
             limits += [int(text)] if text.isdecimal() else []  # "max" is none

@@ -43,9 +43,13 @@ def used(tree: ast.AST) -> Iterator[str]:
             yield from {node.arg} & KEYWORDS
 
 
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def test_no_other_file_uses_what_some_system_lacks() -> None:
     found = {
-        path.relative_to(PACKAGE).as_posix(): set(used(ast.parse(path.read_text())))
+        path.relative_to(PACKAGE).as_posix(): set(used(parse(path)))
         for path in PACKAGE.rglob("*.py")
     }
     assert {name for name, names in found.items() if names} == {"operating_system.py"}
@@ -65,16 +69,37 @@ def test_the_scan_sees_every_form_of_a_use() -> None:
     assert not list(used(ast.parse("import os, signal; os.replace('a', 'b'); signal.SIGINT")))
 
 
+def without_encoding(tree: ast.AST) -> Iterator[int]:
+    """Lines that read or write text in the encoding of the system: on Windows not UTF-8."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        given = any(keyword.arg == "encoding" for keyword in node.keywords)
+        given |= len(node.args) > {"read_text": 0, "write_text": 1}.get(name, -1)
+        if name in {"read_text", "write_text"} and not given:
+            yield node.lineno
+
+
+def test_every_text_is_read_and_written_as_utf_8() -> None:
+    forms = ast.parse("a.read_text()\na.read_text('utf-8')\nb.write_text(x)\nread_text(encoding=y)")
+    assert list(without_encoding(forms)) == [1, 3]
+    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    found = {path.name: list(without_encoding(parse(path))) for path in paths}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
 SIMULATED = (
     "tests/test_files.py tests/train/test_rundir.py tests/faults/test_second_writer.py "
     "tests/checkpoints/test_run_checkpoint.py tests/cli/test_output_paths.py "
-    "tests/data/test_chat.py"
+    "tests/data/test_chat.py tests/train/test_loop.py tests/train/test_loop_stop_signals.py"
 ).split()
-"""Files, locks, run directories, outputs and child processes."""
+"""Files, locks, run directories, outputs, child processes and signals."""
 OF_POSIX = {
     "test_beside_a_folder_only_what_its_dead_writers_left_is_taken": "folders are not locked",
     "test_a_folder_is_not_taken_while_its_writer_holds_it_though": "folders are not locked",
     "test_the_child_ends_with_its_template_and_ctrl_c_does_not": "it looks at the session",
+    "hangup": "there is no SIGHUP",
     "flipped": "the same bytes on every system; it takes seconds",
 }
 
@@ -95,15 +120,20 @@ def test_the_suite_passes_with_windows_in_the_place_of_this_system() -> None:
     assert "skipped" not in ran.stdout
 
 
+HERE = Windows if sys.platform == "win32" else Posix
+SYSTEMS = [HERE()] if HERE is Windows else [Posix(), Windows()]
+"""Those that can do their work on this machine."""
+
+
 def test_the_two_systems_have_the_same_operations() -> None:
     public = {name for name in vars(System) | System.__annotations__ if not name.startswith("_")}
     for one in (Posix(), Windows()):
         assert {name for name in dir(one) if not name.startswith("_")} == public
-    assert signal.SIGINT in Posix().stop_signals
+    assert signal.SIGINT in HERE().stop_signals
     assert Windows().stop_signals[:2] == (signal.SIGINT, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("system", [Posix(), Windows()], ids=["posix", "windows"])
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: type(system).__name__)
 def test_a_link_and_a_folder_are_not_opened_as_files(system: System, tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     file.write_bytes(b"abc")
@@ -160,7 +190,7 @@ def test_windows_renames_again_while_another_program_has_the_file_open(
 
 
 def test_a_folder_replaces_an_empty_one_on_both_systems(tmp_path: Path) -> None:
-    for number, system in enumerate((Posix(), Windows())):
+    for number, system in enumerate(SYSTEMS):
         source, target = tmp_path / f"from-{number}", tmp_path / f"to-{number}"
         source.mkdir()
         (source / "file").touch()
@@ -169,20 +199,25 @@ def test_a_folder_replaces_an_empty_one_on_both_systems(tmp_path: Path) -> None:
 
 
 ENDLESS = (
-    "import sys, time\n"
-    "from multiprocessing.connection import Connection\n"
-    "pipe = Connection(int(sys.argv[-1]))\n"
-    "pipe.recv_bytes(); pipe.send_bytes(b'{}')\n"
+    "import pathlib, sys, time\n"
+    "sys.path.insert(0, sys.argv[1])\n"
+    "from fenchel.operating_system import SYSTEM\n"
+    "pipe = SYSTEM.pipe_of_child(sys.argv[-1])\n"
+    "pipe.recv_bytes(); pathlib.Path(sys.argv[3]).touch(); pipe.send_bytes(b'{}')\n"
     "pipe.recv_bytes(); time.sleep(60)"
 )
 
 
-def test_a_child_without_limits_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_without_limits_is_ended_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sandbox, "SYSTEM", Windows())
     monkeypatch.setattr(sandbox, "_CHILD", ENDLESS)
-    child = sandbox.BoundedProcess("tokenizer", "", seconds=0.2, memory=2**30)
+    answered = tmp_path / "answered"
+    child = sandbox.BoundedProcess(str(answered), "", seconds=0.2, memory=2**30)
     with pytest.raises(sandbox.ChildEnded):
         child.ask("a")
+    assert answered.exists()  # it has not ended by itself
 
 
 def test_several_processes_are_refused_where_they_were_never_tried(

@@ -148,8 +148,20 @@ def test_an_entry_of_the_index_page_becomes_a_file(
     (file,) = (tmp_path / "log").iterdir()
     assert file.name == "2026-11-20-is-it-so.md"
     assert "[this](../a.md)" in file.read_text()
-    row = "[Is it so?](log/2026-11-20-is-it-so.md) | It is so in all cases that were tried. |"
-    assert row in log.index()
+    row = "| [Is it so?](log/2026-11-20-is-it-so.md) | It is so in all cases that were tried. |"
+    assert log.index().endswith(f"\n## 2026-11-20\n\n| question | answer |\n| --- | --- |\n{row}\n")
+    file.write_text(
+        file.read_text().replace("**Asked", "**Answer.** Yes: always. And so on.\n\n**Asked")
+    )
+    assert "| Yes: always. And so on. |" in log.index()
+
+
+def test_an_answer_of_the_index_is_a_sentence() -> None:
+    log = script("docs/log.py")
+    answers = re.findall(r"^\| \[.*\| (.*) \|$", log.index(), re.MULTILINE)
+    assert len(answers) == len(list(log.FOLDER.glob("*.md")))
+    assert not [answer for answer in answers if not re.search(r"\.`?$", answer)]
+    assert not [answer for answer in answers if re.match(r"[a-z]", answer)]
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
@@ -185,6 +197,19 @@ def test_the_pages_of_the_site_have_their_links_pictures_and_formulas(
     assert all(f"\n### {name}\n" in commands for name in ("train", "inspect", "bench"))
     attention = (tmp_path / "source/api/fenchel.attention.md").read_text()
     assert "### attend\n" in attention
+
+
+def test_formulas_fit_a_phone() -> None:
+    pytest.importorskip("latex2mathml")
+    site = script("docs/site.py")
+    apart = site.formulas(r"$$V = \max_p f(p), \qquad J = \nabla V.$$")
+    assert apart.count("<math") == 2  # the style sheet lets parts go below one another
+    assert "<munder><mo>max</mo><mi>p</mi></munder>" in apart
+    assert "class" not in site.formulas("the $x_i$")
+    assert site.formulas(f"the ${' + '.join(12 * 'x')}$").startswith('the <span class="long"><math')
+    styles = (site.DOCS / "site.css").read_text()
+    assert "flex-wrap: wrap" in styles
+    assert ".long {" in styles
 
 
 def test_the_notebook_is_made_from_the_readme() -> None:

@@ -287,7 +287,9 @@ def _write_tensors(
             save_file(part, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / INDEX).write_text(dumps({"metadata": {"total_size": total}, "weight_map": where}))
+    (folder / INDEX).write_text(
+        dumps({"metadata": {"total_size": total}, "weight_map": where}), encoding="utf-8"
+    )
 
 
 class Converted(NamedTuple):

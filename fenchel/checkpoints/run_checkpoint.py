@@ -166,8 +166,8 @@ def write_settings_and_state(
 ) -> None:
     """config.json and state.json; ``rest`` is the optimiser's state that is not tensors."""
     state = {**asdict(progress), "optimiser": rest}
-    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
-    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n")
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
 def does_not_fit(size: int, checkpoints: Path) -> NoSpace:

@@ -632,7 +632,7 @@ def for_stdout(text: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    values = json_format.loads(path.read_text()) if path.exists() else {}
+    values = json_format.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: value for name, value in values.items() if name != "seal"}
 
 

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 def read() -> dict[str, list[dict[str, Any]]]:
     """The rows of the sections "settings", "presets" and "families"."""
-    rows: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text())
+    rows: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return rows
 
 
@@ -98,4 +98,4 @@ def _families() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(compute(), indent=1) + "\n")
+    FILE.write_text(json.dumps(compute(), indent=1) + "\n", encoding="utf-8")

@@ -260,7 +260,9 @@ def prepare(
                 facts = _encode(fresh, text, split, tally.sha256(), progress)
             else:
                 facts = _encode_documents(fresh, text, split, tally.sha256(), progress, encoder)
-            (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+            (fresh / _FACTS).write_text(
+                json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8"
+            )
         corpus = Corpus.open(folder)
         _require_recipe(corpus, recipe)
     return replace(corpus, source=text.source)

@@ -141,7 +141,7 @@ def _write_index(path: Path, files: Mapping[str, list[Any]]) -> None:
         "metadata": {"total_size": sum(row[2] for row in files.values())},
         "weight_map": {tensor: file for file, row in files.items() for tensor in row[1]},
     }
-    path.write_text(json.dumps(index, indent=1) + "\n")
+    path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 class ReadOnlyRunDir(RunDir):

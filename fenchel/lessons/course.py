@@ -348,7 +348,7 @@ def keep(name: str, fields: Mapping[str, Any]) -> Record:
         if not stored and path.exists() and path.stat().st_size:  # it cannot be read: keep it
             path.replace(path.with_suffix(".damaged"))
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps({**stored, name: asdict(record)}))
+        draft.write_text(json.dumps({**stored, name: asdict(record)}), encoding="utf-8")
         draft.replace(path)
     return record
 

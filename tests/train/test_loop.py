@@ -15,7 +15,7 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.run_checkpoint import folders
 from fenchel.files import NoSpace, StorageFailed
 from fenchel.train import loop as loop_file
-from fenchel.train.loop import StopSignals
+from fenchel.train.loop import STOP_SIGNALS, StopSignals
 
 NAN = float("nan")
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -112,7 +112,7 @@ def test_a_checkpoint_holds_the_step_it_is_named_for(small: Callable[..., Any]) 
 # --- stopping and going on
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("by", STOP_SIGNALS)
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     small: Callable[..., Any], by: signal.Signals
 ) -> None:

@@ -44,14 +44,15 @@ def test_handlers_are_put_back_however_it_ends() -> None:
 
 def test_a_signal_that_was_ignored_stays_ignored() -> None:
     """nohup fenchel train: closing the terminal must not stop the run."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    end_of_terminal = STOP_SIGNALS[-1]
+    before = signal.signal(end_of_terminal, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(end_of_terminal)
             assert signals.first is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(end_of_terminal) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(end_of_terminal, before)
 
 
 def test_outside_the_main_thread_signals_are_left_to_their_owner() -> None:

@@ -1218,7 +1218,9 @@ def _(own_text, run_path):
         rows_a, rows_b = (own.model(x)[0, :-1] for x in (short_ids, other_ids))
     metrics = Path(run_path) / "metrics.jsonl"
     lines = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        if metrics.exists()
+        else []
     )
     own_curve = [
         {"step": line["step"], "loss in nats": line[f"{part}/loss"], "text": part}

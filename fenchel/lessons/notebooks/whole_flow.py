@@ -563,7 +563,11 @@ def _(exercise):
         "a right one is accepted.",
         exercise.mark(exercise.starter) == "The step goes up: subtract the gradient."
         and exercise.mark(exercise.solution) is None
-        and all("Exercise(" in each.path.read_text() for each in COURSE if each.path.exists()),
+        and all(
+            "Exercise(" in each.path.read_text(encoding="utf-8")
+            for each in COURSE
+            if each.path.exists()
+        ),
     )
     return
 
@@ -598,7 +602,7 @@ def _(own_text, run_path):
         _logits = own.model(_ids)
         _by_parts = own.model.logits(own.model(_ids, return_hidden=True))
     _file = Path(run_path) / "metrics.jsonl"
-    _lines = _file.read_text().splitlines() if _file.exists() else []
+    _lines = _file.read_text(encoding="utf-8").splitlines() if _file.exists() else []
     _rows = [json.loads(row) for row in _lines]
     own_losses = [
         {"step": m["step"], "loss in nats": m["train/loss"]} for m in _rows if "train/loss" in m
@@ -696,7 +700,7 @@ def _():
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     line = "she sells sea shells on the sea shore;\n"
-    (folder / "shells.txt").write_text(line * 200)
+    (folder / "shells.txt").write_text(line * 200, encoding="utf-8")
     corpus = prepare(
         TextConfig(source=str(folder / "shells.txt"), vocabulary=300), folder / "tokens"
     )
@@ -756,7 +760,10 @@ def _(batches, config, corpus, folder):
         str(p.relative_to(run.path)) + ("/" if p.is_dir() else "")
         for p in sorted(run.path.iterdir()) + sorted(last.iterdir())
     ]
-    metrics = [json.loads(row) for row in (run.path / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(row)
+        for row in (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return files, metrics, model, outcome, report_size, result
 
 
