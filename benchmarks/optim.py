@@ -34,6 +34,7 @@ table    printed, with results/optim_SIZE.json and results/optim_SIZE.svg
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,7 @@ def run_again(cache: RunCache, number: int) -> None:
     """Run the job of a line of the results once more, and print both results."""
     lines = cache.path.read_text().splitlines() if cache.path.exists() else []
     if not 1 <= number <= len(lines):
-        raise ValueError(f"{cache.path} has lines 1 to {len(lines)}, got {number}.")
+        sys.exit(f"{cache.path} has lines 1 to {len(lines)}, got {number}.")
     line = json.loads(lines[number - 1])
     job = Job(**{**line["job"], "start": line["job"].get("start") and tuple(line["job"]["start"])})
     print(f"job     {line['job']}\nbefore  {line['result']}")

@@ -181,13 +181,15 @@ def hyperball(optimiser: AnyOptimiser) -> AnyOptimiser:
             (weight, weight.detach().clone(), float(group["lr"]))
             for group in optimiser.param_groups
             for weight in group["params"]
-            if weight.grad is not None
-        ]
+        ]  # also those without a gradient: a later hook may set it
         for weight, _, _ in before:
             weight.detach().zero_()
 
     def project(*_: Any) -> None:
         for weight, W, lr in before:
+            if weight.grad is None:
+                weight.detach().copy_(W)
+                continue
             U, size = weight.detach(), _norm(W)
             state = optimiser.state[weight]
             if "radius" not in state:

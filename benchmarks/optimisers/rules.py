@@ -133,7 +133,15 @@ def composed(
 
     if score:
         return CombinedOptimiser(*score_beside(rest, model, config, steps))
-    return CombinedOptimiser(*optimise_slices(rest, model, config, projections(model)))
+    slices = projections(model)
+    members = optimise_slices(rest, model, config, slices)
+
+    def clear(*_: Any) -> None:
+        for piece in slices:  # no member has the whole weight, so none would clear its gradient
+            piece.whole.grad = None
+
+    members[-1].register_step_post_hook(clear)
+    return CombinedOptimiser(*members)
 
 
 def projections(model: nn.Module) -> list[ParameterSlice]:
