@@ -22,12 +22,12 @@
                                              line 17 of the results, run once more beside its result
 
 models   fenchel/model, rotary; sizes and texts in optimisers/sizes.py
-rules    AdamW, Muon, NorMuon, SOAP, Hyperball, QK-norm, QK-clip, Muon per head, Compositional Muon, ScoreTrust,
-         ScoreDescent, and the switches of the trainer: optimisers/rules.py
+rules    AdamW, Muon, NorMuon, SOAP, Hyperball, QK-norm, QK-clip, Muon per head, Compositional
+         Muon, ScoreTrust, ScoreDescent, and the switches of the trainer: optimisers/rules.py
 grid     rates of ratio 1.5 around an initial one, then decays and other settings:
          optimisers/studies.py, sizes.py
-runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py), with the commit and the device;
-         on a CPU they repeat bit for bit by seed
+runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py), with the commit and the
+         device; on a CPU they repeat bit for bit by seed
 table    printed, with results/optim_SIZE.json and results/optim_SIZE.svg
 """
 
@@ -54,7 +54,6 @@ from benchmarks.optimisers.run_cache import (
 from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import STUDIES, run_of
 from fenchel.train.hardware import commit, device_name
-
 
 
 def main(options: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ A correction of the start of v would be the same factor for all rows, and cancel
 **SOAP** is Adam in the eigenbasis of Shampoo's statistics:
 
     G' = Q_L^T G Q_R            M <- b1 M + (1 - b1) G          M' = Q_L^T M Q_R
-    v <- b2 v + (1 - b2) G'^2   W <- W - lr Q_L (mh / (sqrt(vh) + eps)) Q_R^T,  then W <- (1 - lr lambda) W
+    v <- b2 v + (1 - b2) G'^2   W <- (1 - lr lambda) (W - lr Q_L (mh / (sqrt(vh) + eps)) Q_R^T)
     L <- b2 L + (1 - b2) G G^T  R <- b2 R + (1 - b2) G^T G
 
 with mh = M' / (1 - b1^t) and vh = v / (1 - b2^t). The first gradient only sets L and R, whose
@@ -198,7 +198,9 @@ def hyperball(optimiser: AnyOptimiser) -> AnyOptimiser:
             R = state["radius"]
             W = W + lr * R * U / _norm(U).clamp(min=TINY)
             scale = R / _norm(W).clamp(min=TINY)
-            weight.detach().copy_(W * torch.where(state["inside"] > 0.0, scale.clamp(max=1.0), scale))
+            weight.detach().copy_(
+                W * torch.where(state["inside"] > 0.0, scale.clamp(max=1.0), scale)
+            )
 
     optimiser.register_step_pre_hook(keep)
     optimiser.register_step_post_hook(project)

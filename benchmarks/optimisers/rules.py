@@ -118,9 +118,7 @@ def composed(
 ) -> CombinedOptimiser:
     """Settings that compose; ``everywhere`` gives SOAP the embeddings and the norms as well."""
 
-    def rest(
-        config: OptimConfig, maps: list[nn.Parameter], others: list[nn.Parameter]
-    ) -> Members:
+    def rest(config: OptimConfig, maps: list[nn.Parameter], others: list[nn.Parameter]) -> Members:
         if everywhere:
             both = [
                 {"params": maps, "lr": config.matrix_learning_rate},
@@ -157,9 +155,7 @@ def projections(model: nn.Module) -> list[ParameterSlice]:
 
 
 def _muon(params: Any, config: OptimConfig, decay: float) -> Muon:
-    return Muon(
-        params, config.matrix_learning_rate, momentum=config.momentum, weight_decay=decay
-    )
+    return Muon(params, config.matrix_learning_rate, momentum=config.momentum, weight_decay=decay)
 
 
 def _normuon(params: Any, config: OptimConfig, decay: float) -> NorMuon:
@@ -227,7 +223,6 @@ RULES: dict[str, Rule] = {
 """The tuned study."""
 
 
-
 def _contender(rate: float, tunes: str, *, norm: bool = True, **parts: Any) -> Rule:
     """A rule of the contest; on spheres nothing decays, and the start of the branches is tuned."""
     on_sphere = parts.get("sphere", False)
@@ -252,13 +247,9 @@ CONTEST: dict[str, Rule] = {
     "muon + qk-norm": _contender(MUON, "momentum"),
     "muonh + qk-norm": _contender(SPHERE, "momentum", sphere=True),
     "normuon + qk-norm": _contender(MUON, "momentum beta2", matrices="normuon"),
-    "normuonh + qk-norm": _contender(
-        SPHERE, "momentum beta2", matrices="normuon", sphere=True
-    ),
+    "normuonh + qk-norm": _contender(SPHERE, "momentum beta2", matrices="normuon", sphere=True),
     "soap + qk-norm": _contender(SOAP, "momentum beta2", matrices="soap"),
-    "soap on all + qk-norm": _contender(
-        SOAP, "momentum beta2", matrices="soap", everywhere=True
-    ),
+    "soap on all + qk-norm": _contender(SOAP, "momentum beta2", matrices="soap", everywhere=True),
     "score on muon": _contender(MUON, "momentum", score=True),
     "score on muonh": _contender(SPHERE, "momentum", score=True, sphere=True),
     "score on normuon": _contender(MUON, "momentum beta2", score=True, matrices="normuon"),

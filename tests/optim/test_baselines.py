@@ -75,12 +75,14 @@ def reference_normuon(W: Array, gradients: list[Array]) -> Array:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_normuon_is_its_formula(shape: tuple[int, int]) -> None:
-    found = moved(lambda p: NorMuon(p, lr=LR, momentum=BETA1, beta2=BETA2, weight_decay=DECAY), shape)
+    found = moved(
+        lambda p: NorMuon(p, lr=LR, momentum=BETA1, beta2=BETA2, weight_decay=DECAY), shape
+    )
     np.testing.assert_allclose(found, reference_normuon(*start(shape)), rtol=1e-9, atol=1e-12)
 
 
 def test_normuon_gives_rows_with_other_gradients_equal_steps() -> None:
-    """Muon gives a row that is nearly a multiple of another a shorter step; NorMuon evens it out."""
+    """Muon moves rows that are nearly multiples of each other less; NorMuon evens it out."""
     base = draw(8, 16)
     base[4:] = base[:1] + 0.01 * base[4:]
     sizes = {}
@@ -160,7 +162,7 @@ def reference_soap(
             if t % interval == 0:
                 Q = bases[side]
                 sizes = [Q[:, n] @ stats[side] @ Q[:, n] for n in range(len(Q))]
-                order = sorted(range(len(Q)), key=lambda n: -sizes[n])  # noqa: B023
+                order = sorted(range(len(Q)), key=lambda n: -sizes[n])
                 v = v[order] if side == 0 else v[:, order]
                 bases[side] = gram_schmidt(stats[side] @ Q[:, order])
         m = into(m)
@@ -180,7 +182,15 @@ def gram_schmidt(A: Array) -> Array:
 
 @pytest.mark.parametrize(
     ("shape", "longest"),
-    [((6, 6), 100), ((9, 4), 100), ((3, 7), 100), ((9, 4), 5), ((3, 7), 3), ((7,), 100), ((8, 9), 2)],
+    [
+        ((6, 6), 100),
+        ((9, 4), 100),
+        ((3, 7), 100),
+        ((9, 4), 5),
+        ((3, 7), 3),
+        ((7,), 100),
+        ((8, 9), 2),
+    ],
     ids=str,
 )
 def test_soap_is_its_formula(shape: tuple[int, ...], longest: int) -> None:
@@ -196,7 +206,7 @@ def test_soap_is_its_formula(shape: tuple[int, ...], longest: int) -> None:
     ((_, state),) = optimisers[1].state.items()
     names = {0: "left_basis", 1: "right_basis"}
     first = {side: state[name].numpy() for side, name in names.items() if name in state}
-    assert [side for side in first] == [
+    assert list(first) == [
         side for side, length in enumerate(shape) if len(shape) == 2 and length <= longest
     ]
     wanted = reference_soap(*start(shape), first)
@@ -233,9 +243,7 @@ def test_soap_steps_do_not_depend_on_a_turn_of_the_axes() -> None:
 # --- Hyperball
 
 
-def reference_ball(
-    W: Array, steps: list[Array], radius: float, *, surface: bool
-) -> Array:
+def reference_ball(W: Array, steps: list[Array], radius: float, *, surface: bool) -> Array:
     for U in steps:
         length = math.sqrt(sum(x * x for x in U.flat))
         W = W + LR * radius * U / length
