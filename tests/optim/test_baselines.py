@@ -305,6 +305,19 @@ def test_a_weight_without_gradient_and_a_rate_of_0_leave_the_weights() -> None:
     torch.testing.assert_close(moving.detach(), before[1])
 
 
+def test_adam_on_spheres_may_get_a_gradient_late() -> None:
+    """What the sphere notes of a weight does not stop Adam from making its own state."""
+    late, early = (torch.nn.Parameter(draw(4, 5, seed=n)) for n in range(2))
+    optimiser = hyperball(adamw([late, early], lr=LR))
+    early.grad = draw(4, 5, seed=2)
+    optimiser.step()
+    late.grad = draw(4, 5, seed=3)
+    before = late.detach().clone()
+    optimiser.step()
+    assert (late != before).any()
+    torch.testing.assert_close(late.norm(), before.norm())
+
+
 # --- states
 
 
