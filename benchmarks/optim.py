@@ -62,6 +62,7 @@ def main(options: Sequence[str] = ()) -> None:
     size = "quick" if arguments.quick else "full" if arguments.full else arguments.size
     size = size or arguments.device
     torch.set_num_threads(SIZES[size].threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     about = {"commit": arguments.commit or commit(), "device": _device(size)}
     cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes, about=about)
     if arguments.again is not None:

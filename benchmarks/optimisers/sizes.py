@@ -182,7 +182,7 @@ SIZES = {
         rate_steps=2000,
         rate_batch=8,
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
-        contest=(("linux_c", 400, 20), ("linux_rst", 400, 0), ("linux_c", 2000, 4)),
+        contest=(("linux_c", 400, 12), ("linux_rst", 400, 0), ("linux_c", 2000, 3)),
     ),
     "gpt2": Size(
         model=ModelConfig(vocabulary=256, context=1024, width=768, layers=12, heads=12),
@@ -197,7 +197,7 @@ SIZES = {
         length_batches={2000: 8},
         length_seeds=(21,),
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
-        contest=(("linux_c", 1000, 2),),
+        contest=(("linux_c", 1000, 3),),
         contest_from=("cuda", "linux_c", 2000),
         contest_seeds=(31, 32),
     ),
