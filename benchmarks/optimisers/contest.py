@@ -162,7 +162,10 @@ def neighbours(job: Job, name: str) -> list[Job]:
     """The job with the next smaller and the next larger value of a field."""
     value = getattr(job, name)
     if name in RATIOS:
-        around = [float(f"{value * RATIOS[name] ** by:.4g}") for by in (1, -1)]
+        first = CONTEST[job.rule].rate if name == "rate" else CONTEST[job.rule].starts[name]
+        first *= SIZES[job.size].scale  # on one grid, so that a way back meets what was run
+        at = round(math.log(value / first, RATIOS[name]))
+        around = [float(f"{first * RATIOS[name] ** (at + by):.4g}") for by in (1, -1)]
     else:
         values = GRID[name]
         at = values.index(value)

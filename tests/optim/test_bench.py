@@ -381,6 +381,7 @@ def test_the_search_ends_where_no_move_gains_and_counts_its_runs() -> None:
 def test_neighbours_stay_within_the_values_and_keep_the_rest() -> None:
     job = contest._first("full", "muonh + qk-norm", "sotu")
     assert [j.rate for j in contest.neighbours(job, "rate")] == [0.03, 0.01333]
+    assert [j.rate for j in contest.neighbours(replace(job, rate=0.01333), "rate")][0] == 0.02
     assert [j.initial for j in contest.neighbours(job, "initial")] == ["xavier"]
     assert [j.warmup for j in contest.neighbours(job, "warmup")] == [0.25, 0.02]
 
@@ -487,6 +488,14 @@ def test_texts_of_a_package_are_the_first_files_by_the_hash_of_their_paths(tmp_p
     for limit in (1, 40, 150, len(texts["linux_c"])):
         short = linux_texts.read_texts(package, limit)
         assert short == {name: text[:limit] for name, text in texts.items()}
+
+
+def test_no_more_files_are_in_memory_than_a_text_needs() -> None:
+    files = linux_texts.FirstFiles(100)
+    for n in range(200):
+        files.add(f"{n}.c", b"x" * 9)
+        assert len(files.heap) <= 10
+    assert len(files.text()) == 100
 
 
 def test_what_is_no_package_is_refused(
