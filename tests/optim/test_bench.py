@@ -381,7 +381,7 @@ def test_the_search_ends_where_no_move_gains_and_counts_its_runs() -> None:
 def test_neighbours_stay_within_the_values_and_keep_the_rest() -> None:
     job = contest._first("full", "muonh + qk-norm", "sotu")
     assert [j.rate for j in contest.neighbours(job, "rate")] == [0.03, 0.01333]
-    assert [j.rate for j in contest.neighbours(replace(job, rate=0.01333), "rate")][0] == 0.02
+    assert contest.neighbours(replace(job, rate=0.01333), "rate")[0].rate == 0.02
     assert [j.initial for j in contest.neighbours(job, "initial")] == ["xavier"]
     assert [j.warmup for j in contest.neighbours(job, "warmup")] == [0.25, 0.02]
 
