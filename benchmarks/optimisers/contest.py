@@ -162,8 +162,7 @@ def neighbours(job: Job, name: str) -> list[Job]:
     """The job with the next smaller and the next larger value of a field."""
     value = getattr(job, name)
     if name in RATIOS:
-        first = CONTEST[job.rule].rate if name == "rate" else CONTEST[job.rule].starts[name]
-        first *= SIZES[job.size].scale  # on one grid, so that a way back meets what was run
+        first = _first_rate(job.size, job.rule, name)  # one grid: a way back meets what was run
         at = round(math.log(value / first, RATIOS[name]))
         around = [float(f"{first * RATIOS[name] ** (at + by):.4g}") for by in (1, -1)]
     else:
@@ -177,14 +176,18 @@ def _first(size: str, rule: str, text: str, study: str = "search") -> Job:
     """Where the search of a rule begins at the first row of a size."""
     given = {"rate": 0.0, "radius": None, "damping": None, "change": None, "total": 2.3}
     given |= CONTEST[rule].starts
-    scale = SIZES[size].scale
-    given |= {
-        "rate": float(f"{CONTEST[rule].rate * scale:.4g}"),
-        "other_rate": float(f"{given['other_rate'] * scale:.4g}"),
-    }
+    given |= {name: float(f"{_first_rate(size, rule, name):.4g}") for name in RATIOS}
     if "total" not in CONTEST[rule].tunes:
         given["total"] = None
     return Job(study=study, size=size, rule=rule, seed=0, text=text, **given)
+
+
+def _first_rate(size: str, rule: str, name: str) -> float:
+    """The first value of a rate; on spheres it is relative, and the same at every size."""
+    if name == "rate":
+        on_sphere = "initial" in CONTEST[rule].tunes
+        return CONTEST[rule].rate * (1.0 if on_sphere else SIZES[size].scale)
+    return float(CONTEST[rule].starts[name]) * SIZES[size].scale
 
 
 def _on_seeds(runs: RunCache, job: Job) -> list[Result]:

@@ -381,6 +381,10 @@ def test_the_search_ends_where_no_move_gains_and_counts_its_runs() -> None:
 def test_neighbours_stay_within_the_values_and_keep_the_rest() -> None:
     job = contest._first("full", "muonh + qk-norm", "sotu")
     assert [j.rate for j in contest.neighbours(job, "rate")] == [0.03, 0.01333]
+    large = contest._first("cuda", "muonh + qk-norm", "sotu")  # a relative rate needs no scale
+    assert (large.rate, large.other_rate) == (0.02, 0.002222)
+    assert contest.neighbours(large, "rate")[0].rate == 0.03
+    assert contest._first("cuda", "muon", "sotu").rate == 0.004444
     assert contest.neighbours(replace(job, rate=0.01333), "rate")[0].rate == 0.02
     assert [j.initial for j in contest.neighbours(job, "initial")] == ["xavier"]
     assert [j.warmup for j in contest.neighbours(job, "warmup")] == [0.25, 0.02]
