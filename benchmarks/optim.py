@@ -1,4 +1,4 @@
-"""Rules that move queries and keys: losses, rates, fine-tuning, copying, lengths of the run.
+"""Rules that move queries and keys: losses, rates, fine-tuning, copying, lengths; and a contest.
 
     fenchel bench optim                      a small model on a CPU, two threads, about 15 minutes
     fenchel bench optim --full --workers 8   the same trained longer, more rates, five seeds
@@ -12,19 +12,29 @@
                                              from its last step when called again
     fenchel bench optim --size gpt2 --study lengths
                                              the same with the blocks of GPT-2 of 124M
+    fenchel bench optim --size cuda --study pace
+    fenchel bench optim --size cuda --study contest --workers 8 --minutes 9
+                                             the rules of 2026, tuned one by one, at equal steps and
+                                             at equal time (optimisers/contest.py); the texts are
+                                             made by optimisers/linux_texts.py. Calls repeated until
+                                             nothing is missing make the table
+    fenchel bench optim --size cuda --again 17
+                                             line 17 of the results, run once more beside its result
 
 models   fenchel/model, rotary; sizes and texts in optimisers/sizes.py
-rules    AdamW, Muon, QK-norm, QK-clip, Muon per head, Compositional Muon, ScoreTrust,
-         ScoreDescent, and the switches of the trainer: optimisers/rules.py
+rules    AdamW, Muon, NorMuon, SOAP, Hyperball, QK-norm, QK-clip, Muon per head, Compositional
+         Muon, ScoreTrust, ScoreDescent, and the switches of the trainer: optimisers/rules.py
 grid     rates of ratio 1.5 around an initial one, then decays and other settings:
          optimisers/studies.py, sizes.py
-runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py); on a CPU they repeat bit for
-         bit by seed
+runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py), with the commit and the
+         device; on a CPU they repeat bit for bit by seed
 table    printed, with results/optim_SIZE.json and results/optim_SIZE.svg
 """
 
 import argparse
+import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,11 +44,16 @@ import torch
 
 from benchmarks import harness
 from benchmarks.optimisers.figure import draw_figure
-from benchmarks.optimisers.run_cache import MissingResult, OutOfTime, RunCache, run_missing
+from benchmarks.optimisers.run_cache import (
+    Job,
+    MissingResult,
+    OutOfTime,
+    RunCache,
+    run_missing,
+)
 from benchmarks.optimisers.sizes import SIZES
-from benchmarks.optimisers.studies import STUDIES
-
-THREADS = 2
+from benchmarks.optimisers.studies import STUDIES, run_of
+from fenchel.train.hardware import commit, device_name
 
 
 def main(options: Sequence[str] = ()) -> None:
@@ -46,8 +61,13 @@ def main(options: Sequence[str] = ()) -> None:
     arguments = _parser().parse_args(options)
     size = "quick" if arguments.quick else "full" if arguments.full else arguments.size
     size = size or arguments.device
-    torch.set_num_threads(1 if arguments.quick else THREADS)
-    cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes)
+    torch.set_num_threads(SIZES[size].threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    about = {"commit": arguments.commit or commit(), "device": _device(size)}
+    cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes, about=about)
+    if arguments.again is not None:
+        run_again(cache, arguments.again)
+        return
     rows = {
         study: [
             partial(STUDIES[study].row, cache, size, case)
@@ -72,13 +92,30 @@ def main(options: Sequence[str] = ()) -> None:
         print(draw_figure(tables, arguments.out / f"optim_{size}.svg"))
 
 
+def run_again(cache: RunCache, number: int) -> None:
+    """Run the job of a line of the results once more, and print both results."""
+    lines = cache.path.read_text().splitlines() if cache.path.exists() else []
+    if not 1 <= number <= len(lines):
+        sys.exit(f"{cache.path} has lines 1 to {len(lines)}, got {number}.")
+    line = json.loads(lines[number - 1])
+    job = Job(**{**line["job"], "start": line["job"].get("start") and tuple(line["job"]["start"])})
+    print(f"job     {line['job']}\nbefore  {line['result']}")
+    print(f"again   {run_of(job, cache)(job)}")
+
+
+def _device(size: str) -> str:
+    return device_name(torch.device(SIZES[size].device))
+
+
 def _selected(case: Any, arguments: argparse.Namespace) -> bool:
     """Whether a case, a rule or a rule at a length, is among those that were named."""
     rules, steps, texts = arguments.rule, arguments.steps, arguments.text
+    by = arguments.by
     return (
         (not rules or getattr(case, "rule", case) in rules)
         and (not steps or getattr(case, "steps", None) in steps)
         and (not texts or getattr(case, "text", None) in texts)
+        and (by is None or getattr(case, "by", by) == by)
     )
 
 
@@ -136,6 +173,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", action="append", help="only runs on this text, in lengths and rates"
     )
+    parser.add_argument(
+        "--by", choices=("steps", "time"), help="only rows at equal steps, or time, in the contest"
+    )
+    parser.add_argument(
+        "--again", type=int, metavar="LINE", help="run a line of the results again, and stop"
+    )
+    parser.add_argument("--commit", help="what the lines state as the commit, where git is absent")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     return parser

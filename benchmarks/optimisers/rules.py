@@ -4,6 +4,12 @@ Most rules can be selected by ``fenchel train --set``. Built here are AdamW with
 baselines that treat queries and keys head by head (compositional.py), and rules that move queries
 and keys alone at a multiple of the rate. Each rule is tuned in one learning rate, which Muon and
 the AdamW beside it share, and then in the fields of a ``Job`` that ``Rule.tunes`` lists.
+
+The rules of the contest (contest.py) are composed of settings (``composed``): what moves the
+matrices of the blocks (Muon, NorMuon, SOAP, Adam), whether they are on spheres instead of decaying
+(baselines.py), and whether queries and keys are moved by ScoreDescent. Queries, keys and values are
+three matrices there, as in the papers, where Muon by its setting moves the fused one. Embeddings,
+the LM head and norms are moved by AdamW at a rate of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,17 +17,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from benchmarks.optimisers.baselines import NorMuon, Soap, hyperball
 from benchmarks.optimisers.compositional import CompositionalMuon, PerHeadMuon
 from fenchel.optim import (
     CombinedOptimiser,
+    Muon,
     OptimConfig,
     adamw,
     attention_pairs,
     build_optimiser,
+    remaining_parameters,
 )
-from fenchel.optim.config import split_matrices, trusted
+from fenchel.optim.config import (
+    Members,
+    optimise_slices,
+    score_beside,
+    split_matrices,
+    trusted,
+)
+from fenchel.optim.score.pairs import ParameterSlice
 
 Build = Callable[..., CombinedOptimiser]
 """(model, settings, steps=) to an optimiser."""
@@ -85,6 +102,86 @@ def _head_by_head(
     return CombinedOptimiser(muon, adamw(others, lr=config.learning_rate, betas=betas))
 
 
+OTHER_BETAS = (0.9, 0.95)
+"""Adam's decays for embeddings, the LM head and norms."""
+
+
+def composed(
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    steps: int | None = None,
+    matrices: str = "muon",
+    sphere: bool = False,
+    score: bool = False,
+    everywhere: bool = False,
+) -> CombinedOptimiser:
+    """Settings that compose; ``everywhere`` gives SOAP the embeddings and the norms as well."""
+
+    def rest(config: OptimConfig, maps: list[nn.Parameter], others: list[nn.Parameter]) -> Members:
+        if everywhere:
+            both = [
+                {"params": maps, "lr": config.matrix_learning_rate},
+                {"params": others, "lr": config.learning_rate, "weight_decay": 0.0},
+            ]
+            return (MATRIX_RULES[matrices](both, config, config.weight_decay),)
+        rule = MATRIX_RULES[matrices](maps, config, 0.0 if sphere else config.weight_decay)
+        aside = adamw(others, lr=config.learning_rate, betas=OTHER_BETAS)
+        return hyperball(rule) if sphere else rule, aside
+
+    if score:
+        return CombinedOptimiser(*score_beside(rest, model, config, steps))
+    slices = projections(model)
+    members = optimise_slices(rest, model, config, slices)
+
+    def clear(*_: Any) -> None:
+        for piece in slices:  # no member has the whole weight, so none would clear its gradient
+            piece.whole.grad = None
+
+    members[-1].register_step_post_hook(clear)
+    return CombinedOptimiser(*members)
+
+
+def projections(model: nn.Module) -> list[ParameterSlice]:
+    """All parameters, with the rows of queries, of keys and of values as matrices of their own."""
+    pairs = attention_pairs(model)
+    slices = remaining_parameters(pairs, model.parameters())
+    for pair in pairs:
+        for rows in (pair.query, pair.key):
+            region = (slice(rows.start, rows.stop),)
+            part = nn.Parameter(rows.weight.detach()[region])
+            slices.append(ParameterSlice(part, rows.weight, region))  # type: ignore[arg-type]
+    return slices
+
+
+def _muon(params: Any, config: OptimConfig, decay: float) -> Muon:
+    return Muon(params, config.matrix_learning_rate, momentum=config.momentum, weight_decay=decay)
+
+
+def _normuon(params: Any, config: OptimConfig, decay: float) -> NorMuon:
+    settings = {"lr": config.matrix_learning_rate, "momentum": config.momentum}
+    return NorMuon(params, beta2=config.beta2, weight_decay=decay, **settings)
+
+
+def _soap(params: Any, config: OptimConfig, decay: float) -> Soap:
+    betas = (config.momentum, config.beta2)
+    return Soap(params, config.matrix_learning_rate, betas, weight_decay=decay)
+
+
+def _adam(params: Any, config: OptimConfig, decay: float) -> torch.optim.AdamW:
+    betas = (config.momentum, config.beta2)
+    return adamw(params, lr=config.matrix_learning_rate, betas=betas, weight_decay=decay)
+
+
+MATRIX_RULES: dict[str, Callable[[Any, OptimConfig, float], torch.optim.Optimizer]] = {
+    "muon": _muon,
+    "normuon": _normuon,
+    "soap": _soap,
+    "adam": _adam,
+}
+"""What moves the matrices of the blocks: (parameters, settings, decay) to an optimiser."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One contender."""
@@ -98,6 +195,8 @@ class Rule:
     build: Build = build_optimiser
     tunes: tuple[str, ...] = ("decay",)
     """Fields of a ``Job`` that are tuned after the rate, one after the other."""
+    starts: Mapping[str, Any] = field(default_factory=dict)
+    """Where the search of the contest begins, apart from the rate."""
 
 
 MUON, ADAM = 0.02, 0.0067
@@ -122,6 +221,43 @@ RULES: dict[str, Rule] = {
     ),
 }
 """The tuned study."""
+
+
+def _contender(rate: float, tunes: str, *, norm: bool = True, **parts: Any) -> Rule:
+    """A rule of the contest; on spheres nothing decays, and the start of the branches is tuned."""
+    on_sphere = parts.get("sphere", False)
+    score = parts.get("score", False)
+    fields = ("rate", "other_rate", "initial" if on_sphere else "decay", *tunes.split(), "warmup")
+    return Rule(
+        "score" if score else "muon",
+        rate,
+        {"qk_norm": norm},
+        build=partial(composed, **parts),
+        tunes=(*fields, "total") if score else fields,
+        starts={"other_rate": 0.01, "momentum": 0.9, "decay": 0.0 if on_sphere else 0.1}
+        | ({"initial": "zero"} if on_sphere else {}),
+    )
+
+
+SOAP, SPHERE = 0.005, 0.02
+CONTEST: dict[str, Rule] = {
+    "adamw + qk-norm": _contender(ADAM, "momentum beta2", matrices="adam"),
+    "adamh + qk-norm": _contender(SPHERE, "momentum beta2", matrices="adam", sphere=True),
+    "muon": _contender(MUON, "momentum", norm=False),
+    "muon + qk-norm": _contender(MUON, "momentum"),
+    "muonh + qk-norm": _contender(SPHERE, "momentum", sphere=True),
+    "normuon + qk-norm": _contender(MUON, "momentum beta2", matrices="normuon"),
+    "normuonh + qk-norm": _contender(SPHERE, "momentum beta2", matrices="normuon", sphere=True),
+    "soap + qk-norm": _contender(SOAP, "momentum beta2", matrices="soap"),
+    "soap on all + qk-norm": _contender(SOAP, "momentum beta2", matrices="soap", everywhere=True),
+    "score on muon": _contender(MUON, "momentum", score=True),
+    "score on muonh": _contender(SPHERE, "momentum", score=True, sphere=True),
+    "score on normuon": _contender(MUON, "momentum beta2", score=True, matrices="normuon"),
+    "score on soap": _contender(SOAP, "momentum beta2", score=True, matrices="soap"),
+}
+"""The contest: what is composed of which parts, and where its search begins at the small size."""
+REFERENCE = "muon + qk-norm"
+"""The rule beside which the others are set, and whose time is the equal time."""
 
 SWITCHES: dict[str, Rule] = {
     "muon": RULES["muon"],

@@ -16,7 +16,7 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -54,6 +54,16 @@ class Job:
     """The length of a run from scratch; None is that of the size."""
     batch: int | None = None
     """Sequences per step of a run from scratch; None is that of the size."""
+    other_rate: float | None = None
+    """Rate of AdamW for what is no matrix of a block; None is ``rate``."""
+    warmup: float = 0.1
+    """Share of the steps in which the rates rise."""
+    beta2: float = 0.95
+    """Decay of second moments: of the rows of NorMuon, of SOAP, of Adam."""
+    total: float | None = None
+    """score_total, where ``change`` is None; None is its default."""
+    initial: str | None = None
+    """Initialisation of the model; None is that of the rule."""
 
 
 Run = Callable[[Job], Result]
@@ -87,8 +97,12 @@ class Pause:
 class RunCache:
     """Results by job, in memory and as lines of a file."""
 
-    def __init__(self, path: Path, *, minutes: float) -> None:
+    def __init__(
+        self, path: Path, *, minutes: float, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """``about`` is what else a line of the file says: the commit, the device."""
         self.path, self.deadline = path, time.monotonic() + 60.0 * minutes
+        self.about = dict(about or {})
         self.pause = Pause(time.time() + 60.0 * minutes, path.parent / "paused")
         lines = path.read_text().splitlines() if path.exists() else []
         self.results = {_key(line["job"]): line["result"] for line in map(json.loads, lines)}
@@ -109,7 +123,7 @@ class RunCache:
         self.results[_key(asdict(job))] = result
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
+            file.write(json.dumps({"job": asdict(job), "result": result, **self.about}) + "\n")
         metrics = ", ".join(f"{name} {value}" for name, value in result.items())
         fields = {k: v for k, v in asdict(job).items() if k not in ("study", "size", "rule")}
         how = " ".join(f"{name} {value}" for name, value in fields.items() if value is not None)

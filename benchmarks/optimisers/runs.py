@@ -3,8 +3,8 @@
 loss         mean over validation bytes, in nats; inf if the run diverged
 max_logit    largest |score| of any head on a validation batch
 min_entropy  lowest mean entropy of a head there
-ms_per_step  median over the steps of a run of the study of lengths; with several workers the
-             runs slow each other down
+ms_per_step  median over the steps of a run of a given length; with several workers the runs slow
+             each other down, and ``measure_pace`` does not
 """
 
 import math
@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.optimisers.rules import OUTPUT_RULES, QK_RATE_RULES, RULES, SWITCHES, Rule
+from benchmarks.optimisers.rules import (
+    CONTEST,
+    OUTPUT_RULES,
+    QK_RATE_RULES,
+    RULES,
+    SWITCHES,
+    Rule,
+)
 from benchmarks.optimisers.run_cache import Job, OutOfTime, Pause, Result
 from benchmarks.optimisers.sizes import SIZES, Size, fresh_text, text, text_hash
 from fenchel.data import Batches
@@ -34,13 +41,19 @@ PATIENCE = 3
 
 def rule_of(job: Job) -> Rule:
     """The rule of a job, by its name in the study of the job."""
-    own = {"switches": SWITCHES, "qk_rate": QK_RATE_RULES, "finetune": {**RULES, **OUTPUT_RULES}}
+    own = {
+        "switches": SWITCHES,
+        "qk_rate": QK_RATE_RULES,
+        "finetune": {**RULES, **OUTPUT_RULES},
+        **dict.fromkeys(("search", "pace", "contest"), CONTEST),
+    }
     return own.get(job.study, RULES)[job.rule]
 
 
 def model_of(job: Job, config: ModelConfig) -> Transformer:
     """A fresh model with the settings of the rule and the seed of the job."""
-    config = ModelConfig(**{**asdict(config), **rule_of(job).model})
+    own = {} if job.initial is None else {"initial": job.initial}
+    config = ModelConfig(**{**asdict(config), **rule_of(job).model, **own})
     device = SIZES[job.size].device
     return Transformer(config, generator=torch.Generator().manual_seed(job.seed)).to(device)
 
@@ -61,15 +74,18 @@ def optimiser_of(
         own |= {"score_radius": job.radius, "score_opening": 0.0}
     if job.damping is not None:
         own["score_damping"] = job.damping
+    if job.total is not None:
+        own["score_total"] = job.total
     config = StudyConfig(
         optimiser=rule.optimiser,
-        learning_rate=job.rate,
+        learning_rate=job.rate if job.other_rate is None else job.other_rate,
         matrix_learning_rate=job.rate,
+        beta2=job.beta2,
         weight_decay=job.decay,
         momentum=job.momentum,
         score_rate=job.change,
         schedule="linear",
-        warmup=0.1,
+        warmup=job.warmup,
         **own,
         **rule.optim,
     )
@@ -121,7 +137,9 @@ def train_at_length(pause: Pause, job: Job) -> Result:
     """A fresh model trained for the steps of the job, or on from where ``pause`` stopped it."""
     size, steps = SIZES[job.size], job.steps
     assert steps is not None
-    ids, fresh = fresh_text(job.text, size.bytes)
+    ids, held_out = fresh_text(job.text, size.bytes)
+    if job.study == "search":  # settings are chosen on other bytes than they are compared on
+        _, held_out = text(job.text, size.bytes)
     model = model_of(job, size.model)
     batch, context = job.batch or size.batch, size.model.context
     batches = Batches(ids, batch=batch, context=context, seed=job.seed)
@@ -144,8 +162,51 @@ def train_at_length(pause: Pause, job: Job) -> Result:
             raise OutOfTime
     file.unlink(missing_ok=True)
     ms = {"ms_per_step": round(median(state["ms"]), 2)}
-    ended = diverged() if state["broken"] == PATIENCE else measure(model, fresh, size)
+    ended = diverged() if state["broken"] == PATIENCE else measure(model, held_out, size)
     return {**ended, **about, **ms}
+
+
+def measure_pace(job: Job) -> Result:
+    """Milliseconds per step, and bytes of the state of the optimiser per parameter.
+
+    The median of blocks of steps, so that what a rule does every ten steps counts. On a CPU it is
+    the time of the processor, which is less disturbed by what else runs; give it one thread.
+    """
+    size = SIZES[job.size]
+    ids, _ = fresh_text(job.text, size.bytes)
+    model = model_of(job, size.model)
+    batches = Batches(ids, batch=job.batch or size.batch, context=size.model.context, seed=job.seed)
+    block, blocks = size.pace_steps, 5
+    stepper = stepper_of(job, model, batches, block * (blocks + 1))
+    on_gpu = size.device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    clock = time.perf_counter if on_gpu else time.process_time
+    times = [0.0] * blocks
+    for n in range(-1, blocks):
+        started = clock()
+        for step in range(block):
+            stepper((n + 1) * block + step)
+        if on_gpu:
+            torch.cuda.synchronize()
+        if n >= 0:  # the first block compiles
+            times[n] = 1e3 * (clock() - started) / block
+    state = [
+        value
+        for member in stepper.optimiser.members
+        for values in member.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    numbers = sum(p.numel() for p in model.parameters())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    return {
+        "ms_per_step": round(median(times), 3),
+        "ms_spread": round(max(times) - min(times), 3),
+        "state_bytes": round(sum(value.nbytes for value in state) / numbers, 2),
+        "peak_gib": peak and round(peak, 3),
+        "parameters": numbers,
+    }
 
 
 def _store(file: Path, stepper: Stepper, state: Result) -> None:

@@ -5,6 +5,9 @@
     full    the same, trained twice as long, more rates and five seeds: some hours on one core
     cuda    25M parameters, 8 layers of width 512 at context 512, 6.6M bytes per run: less than
             one epoch, since a model of this size memorises the text within a few
+    small   the small model on one thread, for the contest: a few minutes of an idle core
+    2m      1.8M parameters, 4 layers of width 192 at context 128, on one thread, for the contest:
+            hours of one core
     gpt2    the blocks of GPT-2 of 124M, which with bytes for tokens are 85M parameters, at context
             1024; for the study of lengths
 
@@ -15,6 +18,8 @@ read, four epochs of the prose, so that no length is a study of memorisation.
     kjv     the King James Bible, to fine-tune on
     code    Python sources of the standard library and of installed packages, in the order of the
             hash of their paths; what is installed differs, so results carry a hash of the text
+    linux_c, linux_rst
+            C and documentation of the Linux sources, from a package of Debian (linux_texts.py)
 
 Bytes are the tokens, so that no tokenizer affects a comparison, and losses are in nats per byte.
 The last 2 % of a text are for validation. The study of lengths neither trains nor is measured on
@@ -23,6 +28,7 @@ chosen (earlier studies have trained on that part of sotu).
 """
 
 import hashlib
+import lzma
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.optimisers.linux_texts import FOLDER
 from fenchel.data import Ids, open_text
 from fenchel.model import ModelConfig
 
@@ -74,6 +81,17 @@ class Size:
     """Seeds of that study, of which no other has used any."""
     fixed: Mapping[str, float] = field(default_factory=dict)
     """Rate, decay and momentum of all its runs."""
+    threads: int = 2
+    """Threads of a run on a CPU."""
+    contest: tuple[tuple[str, int, int], ...] = ()
+    """Rows of the contest in their order: text, steps, and the most runs of the search there.
+    Each search begins where that of the row before it ended; one of no runs takes its settings."""
+    contest_from: tuple[str, str, int] | None = None
+    """Size, text and steps of the row that the first one begins from."""
+    contest_seeds: tuple[int, ...] = (31, 32, 33)
+    """Seeds of the contest, of which no other study has used any; its search uses seed 0."""
+    pace_steps: int = 20
+    """Steps of a block whose time is measured: a multiple of what any rule does now and then."""
 
 
 GRID = {
@@ -102,6 +120,28 @@ SIZES = {
         rate_steps=2,
         length_seeds=(21,),
         fixed={"rate": 0.02, "decay": 0.1, "momentum": 0.9},
+        threads=1,
+        contest=(("sotu", 2, 3), ("kjv", 3, 0)),
+        contest_seeds=(31, 32),
+        pace_steps=1,
+    ),
+    "2m": Size(
+        model=ModelConfig(vocabulary=256, context=128, width=192, layers=4, heads=6),
+        batch=8,
+        steps=400,
+        seeds=(1, 2),
+        threads=1,
+        contest=(("linux_c", 250, 12), ("linux_rst", 250, 0)),
+        contest_seeds=(31, 32),
+    ),
+    "small": Size(
+        model=SMALL,
+        batch=16,
+        steps=150,
+        seeds=(1, 2),
+        threads=1,
+        contest=(("linux_c", 150, 5), ("linux_rst", 150, 0)),
+        contest_seeds=(31, 32),
     ),
     "cpu": Size(
         model=SMALL,
@@ -142,6 +182,7 @@ SIZES = {
         rate_steps=2000,
         rate_batch=8,
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
+        contest=(("linux_c", 400, 12), ("linux_rst", 400, 0), ("linux_c", 2000, 3)),
     ),
     "gpt2": Size(
         model=ModelConfig(vocabulary=256, context=1024, width=768, layers=12, heads=12),
@@ -156,6 +197,9 @@ SIZES = {
         length_batches={2000: 8},
         length_seeds=(21,),
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
+        contest=(("linux_c", 1000, 3),),
+        contest_from=("cuda", "linux_c", 2000),
+        contest_seeds=(31, 32),
     ),
 }
 
@@ -185,10 +229,21 @@ def text_hash(source: str, limit: int | None) -> str:
 
 
 def _read(source: str, limit: int | None) -> bytes:
+    if source.startswith("linux_"):
+        return _linux_text(source)
     if source == "code":
         roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
         return python_sources(sorted(roots), CODE_BYTES if limit is None else limit)
     return "\n".join(document.text for document in open_text(source).documents()).encode()
+
+
+def _linux_text(name: str) -> bytes:
+    path = FOLDER / f"{name}.xz"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing; benchmarks/optimisers/linux_texts.py says how to make it."
+        )
+    return lzma.decompress(path.read_bytes())
 
 
 def python_sources(roots: Sequence[Path], limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The seven studies. Each gives a table with one row of plain numbers per rule.
+"""The studies. Each gives a table with one row of plain numbers per rule.
 
     tuned      every rule at its best rate, on a grid of ratio 1.5, its best decay and the best of
                its other settings, all tuned on seed 0; then measured on fresh seeds beside Muon
@@ -15,6 +15,8 @@
                Muon + QK-norm on the same seed. A row per rule, text and length
     rates      the rules of ``lengths`` over one and a half decades of rates, on its first seed, in
                runs that are longer than those of ``switches``
+    pace       milliseconds per step and memory of the rules of the contest, each alone
+    contest    the rules of 2026, each tuned by itself, at equal steps and at equal time: contest.py
 
 A loss counts as at most log 256, that of a uniform prediction.
 """
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks.optimisers import contest as contests
 from benchmarks.optimisers.rules import (
     COPY_RULES,
     FINETUNE_RULES,
@@ -42,9 +45,10 @@ from benchmarks.optimisers.rules import (
     SWITCHES,
     inside_trust,
 )
-from benchmarks.optimisers.run_cache import Job, Result, RunCache
+from benchmarks.optimisers.run_cache import Job, Result, Run, RunCache
 from benchmarks.optimisers.runs import (
     measure,
+    measure_pace,
     model_of,
     steps_of,
     train_at_length,
@@ -277,7 +281,23 @@ STUDIES = {
     "copy": Study(copy, lambda _: COPY_RULES),
     "lengths": Study(lengths, length_cases),
     "rates": Study(rates, rate_cases),
+    "pace": Study(contests.pace, contests.pace_cases),
+    "contest": Study(contests.contest, contests.bouts),
 }
+
+
+def run_of(job: Job, cache: RunCache) -> Run:
+    """The function that computes the result of a job."""
+    if job.study in ("lengths", "rates", "search", "contest"):
+        return partial(train_at_length, cache.pause)
+    if job.study == "finetune" and job.rate == 0.0:
+        return evaluate_checkpoint
+    return {
+        "pace": measure_pace,
+        "copy": train_to_copy,
+        "finetune": finetune_checkpoint,
+        "qk_rate": finetune_checkpoint,
+    }.get(job.study, train_from_scratch)
 
 
 def _on_seeds(runs: RunCache, best: Job) -> list[Result]:

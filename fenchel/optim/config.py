@@ -44,7 +44,12 @@ from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
 from fenchel.optim.score.descent import ScoreDescent
-from fenchel.optim.score.pairs import attention_pairs, pass_gradients, remaining_parameters
+from fenchel.optim.score.pairs import (
+    ParameterSlice,
+    attention_pairs,
+    pass_gradients,
+    remaining_parameters,
+)
 from fenchel.optim.score.trust import ScoreTrust
 
 BETA2_START = 0.99
@@ -202,6 +207,15 @@ def _muon(model: nn.Module, config: OptimConfig, _steps: int | None) -> Members:
 
 def _score(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
     """ScoreDescent for queries and keys, Muon and AdamW for the remaining rows."""
+    return score_beside(_muon_and_adamw, model, config, steps)
+
+
+Rest = Callable[[OptimConfig, list[nn.Parameter], list[nn.Parameter]], Members]
+"""Settings, matrices and other parameters to the optimisers of both."""
+
+
+def score_beside(rest: Rest, model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
+    """ScoreDescent for queries and keys, ``rest`` for the remaining rows."""
     rate = peak_score_rate(config, steps)
     pairs = attention_pairs(model)
     score = ScoreDescent(
@@ -213,14 +227,21 @@ def _score(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
         damping=config.score_damping,
     )
     slices = remaining_parameters(pairs, model.parameters())
+    return score, *optimise_slices(rest, model, config, slices)
+
+
+def optimise_slices(
+    rest: Rest, model: nn.Module, config: OptimConfig, slices: list[ParameterSlice]
+) -> Members:
+    """``rest`` over parts of the parameters, which get the gradients of their places."""
     matrices, others = (
         [piece.part for piece in slices if any(piece.whole is p for p in kind)]
         for kind in split_matrices(model)
     )
-    rest = _muon_and_adamw(config, matrices, others)
-    for optimiser in rest:
+    members = rest(config, matrices, others)
+    for optimiser in members:
         pass_gradients(optimiser, slices)
-    return score, *rest
+    return members
 
 
 def _trust(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:

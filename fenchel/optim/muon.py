@@ -112,10 +112,14 @@ class Muon(torch.optim.Optimizer):
         if ahead.is_cuda and ahead.dtype == torch.float32:
             ahead = ahead.bfloat16()
         directions = orthogonal(ahead.flatten(0, -3), group["iterations"]).view_as(ahead)
-        directions = directions.to(weights[0].dtype)
+        directions = self._rescaled(directions.to(weights[0].dtype), weights)
         size = 0.2 * max(weights[0].shape[-2:]) ** 0.5
         foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
         foreach_add_(weights, directions.unbind(), alpha=-lr * size)
+
+    def _rescaled(self, directions: Tensor, _weights: list[Tensor]) -> Tensor:
+        """The stacked directions as they are; rules derived from Muon scale their rows."""
+        return directions
 
 
 def orthogonal(stack: Tensor, iterations: int = 5) -> Tensor:

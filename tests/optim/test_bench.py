@@ -1,7 +1,11 @@
 """benchmarks/optim.py in its quick form: two steps per run, every rule, every study."""
 
+import ast
+import hashlib
+import io
 import json
 import math
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.__main__ import main
-from benchmarks.optimisers import run_cache, studies
+from benchmarks.optimisers import contest, linux_texts, run_cache, sizes, studies
+from benchmarks.optimisers.baselines import NorMuon
 from benchmarks.optimisers.compositional import CompositionalMuon, PerHeadMuon
-from benchmarks.optimisers.rules import RULES, scaled_qk
+from benchmarks.optimisers.rules import CONTEST, RULES, scaled_qk
 from benchmarks.optimisers.run_cache import (
     Job,
     MissingResult,
@@ -27,7 +32,12 @@ from benchmarks.optimisers.run_cache import (
     RunCache,
     run_missing,
 )
-from benchmarks.optimisers.runs import model_of, optimiser_of, train_at_length
+from benchmarks.optimisers.runs import (
+    measure_pace,
+    model_of,
+    optimiser_of,
+    train_at_length,
+)
 from benchmarks.optimisers.sizes import SIZES, fresh_text, python_sources, text
 from benchmarks.optimisers.studies import STUDIES, tune
 from fenchel.model import ModelConfig, Transformer
@@ -56,17 +66,17 @@ def results(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def without_times(result: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in result.items() if k not in ("seconds", "ms_per_step")}
+    return {k: v for k, v in result.items() if k not in ("seconds", "ms_per_step", "ms_spread")}
 
 
 def require_plausible_losses(found: dict[str, dict[str, Any]]) -> None:
     """Two steps improve on where each study begins; two steps do not learn to copy."""
     uniform = math.log(SIZES["quick"].model.vocabulary)  # a fresh model predicts this
-    jobs = [(json.loads(job), result["loss"]) for job, result in found.items()]
+    jobs = [(json.loads(job), r["loss"]) for job, r in found.items() if "loss" in r]
     by_study = {name: [(j, x) for j, x in jobs if j["study"] == name] for name in STUDIES}
     (checkpoint,) = (loss for job, loss in by_study["finetune"] if job["rate"] == 0.0)
     assert checkpoint < uniform
-    for name in ("tuned", "switches", "lengths"):
+    for name in ("tuned", "switches", "lengths", "contest"):
         for job, loss in by_study[name]:
             assert 0.6 * uniform < loss < uniform, job
     gentle = [(job, loss) for job, loss in by_study["finetune"] if 0.0 < job["rate"] <= 0.2]
@@ -92,6 +102,8 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
         "copy": 4,
         "lengths": 20,
         "rates": 6,
+        "pace": 13,
+        "contest": 52,
     }
     assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
     found = results(tmp_path)
@@ -165,6 +177,60 @@ def test_a_run_that_pauses_ends_the_call_and_loses_no_other_result(
     assert called.count(2) == 1
     with pytest.raises(MissingResult):
         kept(jobs[1:2], run)
+
+
+@pytest.mark.parametrize("rule", CONTEST)
+def test_a_stopped_run_of_the_contest_ends_as_one_that_was_not(rule: str, tmp_path: Path) -> None:
+    """Every rule moves every weight; its state is saved whole."""
+    job = replace(contest._first("quick", rule, "sotu"), study="contest", steps=4, initial="xavier")
+    whole = train_at_length(Pause(math.inf, tmp_path / "whole"), job)
+    stopped = Pause(0.0, tmp_path / "stopped")
+    for _ in range(3):
+        with pytest.raises(OutOfTime):
+            train_at_length(stopped, job)
+    assert without_times(train_at_length(stopped, job)) == without_times(whole)
+
+    config = SIZES["quick"].model
+    model = model_of(job, config)
+    optimiser, _ = optimiser_of(job, model, 4)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for seed in range(2):  # the first gradient of SOAP moves nothing
+        ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(seed))
+        model.zero_grad()
+        model(ids).logsumexp(-1).sum().backward()
+        optimiser.step()
+    for name, p in model.named_parameters():
+        moved = (p.detach() != start[name]).flatten(1).any(1) if p.ndim > 1 else p != start[name]
+        assert moved.any() if "embed" in name or p.ndim == 1 else moved.all(), name
+        if CONTEST[rule].build.keywords.get("sphere") and p.ndim > 1 and "qkv" in name:  # type: ignore[attr-defined]
+            D = config.width
+            values = slice(2 * D, 3 * D)
+            after, before = (torch.linalg.norm(w[values]) for w in (p.detach(), start[name]))
+            torch.testing.assert_close(after, before)
+
+
+def test_a_contest_job_sets_the_parameters_of_its_parts() -> None:
+    job = replace(
+        contest._first("quick", "score on normuon", "sotu"),
+        rate=0.03,
+        other_rate=0.004,
+        decay=0.2,
+        momentum=0.7,
+        beta2=0.6,
+        total=1.5,
+        steps=10,
+        warmup=0.3,
+    )
+    optimiser, config = optimiser_of(job, model_of(job, SIZES["quick"].model), 10)
+    score, normuon, other = optimiser.members
+    assert isinstance(normuon, NorMuon)
+    assert normuon.beta2 == 0.6
+    group = normuon.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.03, 0.2, 0.7)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.004, (0.9, 0.95))
+    assert score.param_groups[0]["lr"] == peak_score_rate(config, 10)
+    assert (config.score_total, config.warmup) == (1.5, 0.3)
+    assert model_of(replace(job, initial="xavier"), SIZES["quick"].model).config.initial == "xavier"
 
 
 def test_a_run_of_the_study_of_lengths_has_the_defaults_for_its_length() -> None:
@@ -276,6 +342,183 @@ def test_a_checkpoint_is_trained_by_the_muon_that_it_names(monkeypatch: pytest.M
     studies.checkpoint("quick", 0.03, 0.4, 0.6)
     (job,) = jobs
     assert (job.rule, job.rate, job.decay, job.momentum) == ("muon", 0.03, 0.4, 0.6)
+
+
+class Bowl:
+    """Results of a loss with one valley, and the jobs that were run."""
+
+    def __init__(self) -> None:
+        self.path, self.pause, self.run = Path("optim_none.jsonl"), None, []  # type: ignore[var-annotated]
+
+    def __call__(self, jobs: list[Job], _: Any) -> list[dict[str, float]]:
+        self.run += jobs
+        return [
+            {
+                "loss": abs(math.log(job.rate / 0.045))
+                + 0.1 * abs(math.log(job.other_rate / 0.04))
+                + abs(job.momentum - 0.95)
+                + abs(job.decay - 0.3) * (1 + abs(math.log(job.rate / 0.045)))
+            }
+            for job in jobs
+        ]
+
+
+def test_the_search_ends_where_no_move_gains_and_counts_its_runs() -> None:
+    start = contest._first("full", "muon + qk-norm", "sotu")
+    assert (start.rate, start.other_rate, start.momentum, start.decay) == (0.02, 0.01, 0.9, 0.1)
+    runs = Bowl()
+    fields = CONTEST["muon + qk-norm"].tunes
+    best, count, ended = contest.coordinate_search(runs, start, fields, 100)  # type: ignore[arg-type]
+    assert (best.rate, best.other_rate, best.momentum, best.decay) == (0.045, 0.04, 0.95, 0.3)
+    assert ended
+    assert count == len(set(runs.run))
+    short = contest.coordinate_search(Bowl(), start, fields, 4)  # type: ignore[arg-type]
+    assert short[1:] == (4, False)
+    assert short[0].rate == 0.045
+    assert short[0].momentum == 0.9
+
+
+def test_neighbours_stay_within_the_values_and_keep_the_rest() -> None:
+    job = contest._first("full", "muonh + qk-norm", "sotu")
+    assert [j.rate for j in contest.neighbours(job, "rate")] == [0.03, 0.01333]
+    large = contest._first("cuda", "muonh + qk-norm", "sotu")  # a relative rate needs no scale
+    assert (large.rate, large.other_rate) == (0.02, 0.002222)
+    assert contest.neighbours(large, "rate")[0].rate == 0.03
+    assert contest._first("cuda", "muon", "sotu").rate == 0.004444
+    assert contest.neighbours(replace(job, rate=0.01333), "rate")[0].rate == 0.02
+    assert [j.initial for j in contest.neighbours(job, "initial")] == ["xavier"]
+    assert [j.warmup for j in contest.neighbours(job, "warmup")] == [0.25, 0.02]
+
+
+def test_a_search_is_not_measured_on_the_bytes_of_the_comparison(tmp_path: Path) -> None:
+    job = replace(contest._first("quick", "muon", "sotu"), steps=2)
+    pause = Pause(math.inf, tmp_path)
+    chosen, compared = (
+        train_at_length(pause, replace(job, study=study)) for study in ("search", "contest")
+    )
+    assert chosen["loss"] != compared["loss"]
+
+
+def test_equal_time_is_the_time_of_the_reference() -> None:
+    """A rule of twice the time per step takes half of the steps; gains are per seed."""
+    taken: list[Job] = []
+
+    def runs(jobs: list[Job], run: Any) -> list[dict[str, Any]]:
+        taken.extend(jobs)
+        slow = jobs[0].rule == "score on muon"
+        if run is measure_pace:
+            given = {"state_bytes": 4.0, "peak_gib": None}
+            return [{"ms_per_step": 20.0 if slow else 10.0, **given} for _ in jobs]
+        loss = 1.0 if slow else 1.1
+        given = {"epochs": 0.5, "max_logit": 3.0, "text_sha256": "abc"}
+        return [{"loss": loss + 0.01 * slow * job.seed, **given} for job in jobs]
+
+    runs.pause = None  # type: ignore[attr-defined]
+    bout = contest.Bout("score on muon", "linux_c", 400, "time")
+    row = contest.contest(runs, "cuda", bout)  # type: ignore[arg-type]
+    assert row["steps_taken"] == 200
+    steps = {(job.rule, job.steps) for job in taken if job.study == "contest"}
+    assert steps == {("score on muon", 200), ("muon + qk-norm", 400)}
+    assert row["losses"] == [1.31, 1.32, 1.33]
+    assert row["gain"] == pytest.approx(-0.22)
+    assert row["error"] == pytest.approx(0.01 / math.sqrt(3), abs=1e-4)
+    assert row["search_runs"] <= SIZES["cuda"].contest[0][2]
+
+
+def test_a_size_begins_where_the_search_of_another_ended(tmp_path: Path) -> None:
+    """85M from 25M, of which the results lie in the same folder; without them there is no row."""
+    cache = RunCache(tmp_path / "optim_gpt2.jsonl", minutes=1.0)
+    with pytest.raises(MissingResult):
+        contest.search(cache, "gpt2", "muon", "linux_c", 1000)
+    assert not cache.missing
+
+
+def test_a_line_of_the_results_is_run_again(bench: Callable[..., str], tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path))
+    bench(
+        *out, "--study", "contest", "--rule", "muon + qk-norm", "--by", "steps", "--commit", "abc"
+    )
+    lines = (tmp_path / "optim_quick.jsonl").read_text().splitlines()
+    assert {json.loads(line)["commit"] for line in lines} == {"abc"}
+    assert all(json.loads(line)["device"] for line in lines)
+    for number, line in enumerate(lines, 1):
+        job, result = json.loads(line)["job"], json.loads(line)["result"]
+        if job["study"] == "pace":
+            continue
+        printed = bench(*out, "--again", str(number)).splitlines()[-1].removeprefix("again ")
+        found = ast.literal_eval(printed.strip())
+        assert without_times(found) == without_times(result)
+    with pytest.raises(SystemExit, match=r"has lines 1 to \d+, got 99"):
+        bench(*out, "--again", "99")
+
+
+# --- texts of a package of Debian
+
+
+def tar_xz(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:xz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def package_of(path: Path, files: dict[str, bytes]) -> Path:
+    sources = {f"linux-source-0.1/{name}": content for name, content in files.items()}
+    data = tar_xz({"./usr/README": b"x", "./usr/src/linux-source-0.1.tar.xz": tar_xz(sources)})
+    parts = {b"debian-binary": b"2.0\n", b"control.tar.xz": b"odd", b"data.tar.xz": data}
+    with path.open("wb") as file:
+        file.write(b"!<arch>\n")
+        for name, part in parts.items():
+            file.write(name.ljust(48) + str(len(part)).encode().ljust(10) + b"`\n")
+            file.write(part + b"\n" * (len(part) % 2))
+    return path
+
+
+def test_texts_of_a_package_are_the_first_files_by_the_hash_of_their_paths(tmp_path: Path) -> None:
+    sources = {f"drivers/a{n}.c": f"int a{n};".encode() * (n % 3 + 1) for n in range(30)}
+    prose = {f"Documentation/b{n}.rst": f"Text {n}".encode() for n in range(5)}
+    other = {"Makefile": b"all:", "tools/c.rst": b"no", "Documentation/d.txt": b"no"}
+    package = package_of(tmp_path / "linux.deb", {**sources, **other, **prose})
+
+    def expected(files: dict[str, bytes]) -> bytes:
+        order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+        return b"".join(files[name] + b"\n" for name in order)
+
+    texts = linux_texts.read_texts(package)
+    assert texts == {"linux_c": expected(sources), "linux_rst": expected(prose)}
+    for limit in (1, 40, 150, len(texts["linux_c"])):
+        short = linux_texts.read_texts(package, limit)
+        assert short == {name: text[:limit] for name, text in texts.items()}
+
+
+def test_no_more_files_are_in_memory_than_a_text_needs() -> None:
+    files = linux_texts.FirstFiles(100)
+    for n in range(200):
+        files.add(f"{n}.c", b"x" * 9)
+        assert len(files.heap) <= 10
+    assert len(files.text()) == 100
+
+
+def test_what_is_no_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "not.deb").write_bytes(b"hello")
+    with pytest.raises(ValueError, match="not a Debian package"):
+        linux_texts.read_texts(tmp_path / "not.deb")
+    (tmp_path / "empty.deb").write_bytes(b"!<arch>\n")
+    with pytest.raises(ValueError, match=r"no data\.tar\.xz"):
+        linux_texts.read_texts(tmp_path / "empty.deb")
+    monkeypatch.setattr(sizes, "FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"linux_texts.py says how"):
+        sizes._read("linux_c", None)
+    linux_texts.main(
+        [str(package_of(tmp_path / "a.deb", {"a.c": b"int a;"})), "--folder", str(tmp_path)]
+    )
+    assert "7 bytes" in capsys.readouterr().out
+    assert sizes._read("linux_c", None) == b"int a;\n"
 
 
 # --- queries and keys at another rate
