@@ -188,7 +188,6 @@ def _train(
 
     device = next(model.parameters()).device
     gpu = device.type == "cuda"
-    forward: Callable[..., Any] = torch.compile(model) if gpu else model
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimiser, max(1, steps // 20), steps)
     every, saving = max(1, steps // EVALUATIONS), max(1, steps // EVALUATIONS)
@@ -197,14 +196,15 @@ def _train(
     order, paces, loss = torch.Generator().manual_seed(0), [], float("nan")
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=gpu)
 
+    def forward(rows: Tensor) -> Tensor:
+        logits = model(rows[:, :-1], use_cache=False).logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits.float(), rows[:, 1:].flatten())
+
+    compiled: Callable[[Tensor], Tensor] = torch.compile(forward) if gpu else forward
+
     def loss_of(rows: Tensor) -> Tensor:
-        rows = rows.to(device)
         with narrow:
-            logits = forward(rows[:, :-1], use_cache=False).logits
-        result: Tensor = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows[:, 1:].flatten()
-        )
-        return result
+            return compiled(rows.to(device))
 
     begun = time.perf_counter()
     for step in range(1, steps + 1):
