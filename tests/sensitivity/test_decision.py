@@ -200,7 +200,7 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
 
         def dropped(self: DecisionBound, *_: object) -> decision._Remainders:
             none = torch.zeros(len(PARTS), self.n, dtype=torch.float64)
-            flat = decision._shaped(none, torch.zeros(5, self.n, self.d, self.d).double(), 0.0)
+            flat = decision._shaped(none, torch.zeros(6, self.n, self.d, self.d).double(), 0.0)
             return decision._Remainders(
                 [none] * len(self.stages), [flat] * len(self.stages), [none[0]], self.n
             )
@@ -305,7 +305,7 @@ def test_the_second_order_of_an_mlp_is_in_its_ellipsoid(kind: str) -> None:
         generator = torch.Generator().manual_seed(seed)
         root = torch.randn(2, 6, 2, dtype=torch.float64, generator=generator)
         S = root @ root.mT + 1e-3 * torch.eye(6, dtype=torch.float64)
-        _, _, shapes = bound._mlp_remainder(f, S)
+        _, (shapes, _) = bound._mlp_remainder(f, S)
         for i in range(2):
             for k in range(8):
                 unit = torch.randn(6, dtype=torch.float64, generator=generator)
@@ -332,9 +332,9 @@ def test_what_an_mlp_does_beyond_the_second_order_is_bounded() -> None:
     assert isinstance(norm.weight, Tensor)
     eye = torch.eye(6, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    seen = 0.0
+    seen, reached = 0.0, 0.0
     for size in (0.05, 0.5):
-        _, third, _ = bound._mlp_remainder(f, size**2 * eye.expand(2, 6, 6))
+        (_, third), (_, beyond) = bound._mlp_remainder(f, size**2 * eye.expand(2, 6, 6))
         for _ in range(200):
             move = torch.randn(2, 6, dtype=torch.float64, generator=generator)
             move = size * move / move.norm(dim=-1, keepdim=True)
@@ -345,10 +345,14 @@ def test_what_an_mlp_does_beyond_the_second_order_is_bounded() -> None:
             dg, du = move @ f.G.mT, move @ f.U.mT
             second = (0.5 * f.second * f.u * dg.square() + f.first * dg * du) @ f.D.mT
             _, first = torch.func.jvp(exact, (h,), (move,))
-            rest = (exact(h + move) - exact(h) - first - second).norm(dim=-1)
+            beside = exact(h + move) - exact(h) - first - second
+            rest = beside.norm(dim=-1)
             assert bool((rest <= third + 1e-14).all())
             seen = max(seen, float((rest / third).amax()))
+            for S, vector in zip(beyond, beside, strict=True):
+                reached = max(reached, outside(S, vector))
     assert seen > 0.02
+    assert 0.02 < reached <= 1.0
 
 
 def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
