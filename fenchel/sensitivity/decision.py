@@ -31,13 +31,14 @@ what is smaller in their directions.
 
 **Remainders**, derived in docs/maths/sensitivity.md:
 
-    norm         rem = rho^2 / (sqrt(3 d) (s - rho / sqrt d)^2), through the derivative behind it
+    norm         c1 h + c2 d, c1 = s / s' - 1 + h.d / (d s), c2 = 1/s' - 1/s, behind its branch
     scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2), along v_j - o
     softmax      sum_j y_j (v_j - o) with y >= 0, each y_j and their sum bounded
     values       |sum_j dp_j O V dh_j|, by Cauchy and Schwarz over a row
     MLP          W_D Gram W_D^T for the second order, third and fourth derivatives beyond it
 
 **Causality.** Nothing about token i depends on later tokens: one set of eta serves all positions.
+Behind the last attention nothing depends on any other token.
 
 **Rounding.** The centres x^s are computed numbers, and d^s is the distance from them, so the error
 of a forward pass is a part of err_s. So is that of D_s, relative to the sums of absolute values of
