@@ -31,13 +31,14 @@ what is smaller in their directions.
 
 **Remainders**, derived in docs/maths/sensitivity.md:
 
-    norm         rem = rho^2 / (sqrt(3 d) (s - rho / sqrt d)^2), through the derivative behind it
+    norm         c1 h + c2 d, c1 = s / s' - 1 + h.d / (d s), c2 = 1/s' - 1/s, behind its branch
     scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2), along v_j - o
     softmax      sum_j y_j (v_j - o) with y >= 0, each y_j and their sum bounded
     values       |sum_j dp_j O V dh_j|, by Cauchy and Schwarz over a row
     MLP          W_D Gram W_D^T for the second order, third and fourth derivatives beyond it
 
 **Causality.** Nothing about token i depends on later tokens: one set of eta serves all positions.
+Behind the last attention nothing depends on any other token.
 
 **Rounding.** The centres x^s are computed numbers, and d^s is the distance from them, so the error
 of a forward pass is a part of err_s. So is that of D_s, relative to the sums of absolute values of
@@ -75,7 +76,7 @@ from fenchel.sensitivity.weight_blocks import repeat_heads
 
 NORMS = ("all", "token", "one")
 PARTS = ("norm", "scores", "softmax", "values", "mlp", "mlp, third", "rounding")
-_SHAPED = 5  # parts with ellipsoids of their own
+_SHAPED = 6  # parts with ellipsoids of their own
 _EPS = torch.finfo(torch.float64).eps
 _GROW = 1.0 + 1e-9  # more than sums of a few thousand positive terms and eigenvalues lose
 _MOST = 4.0  # scores that move further are not expanded
@@ -83,6 +84,7 @@ _CUTS = (0.25, 0.5, 0.75, 1.0)  # of the line along which scores move
 _STEP = 1.04  # between radii of the search
 _STRIDE = 6  # steps at once while a radius is looked for
 _TINY = 1e-12
+_NEAREST = 64  # pairs whose margins take earlier remainders in their ellipsoids, not in balls
 _BYTES = 12e9
 
 
@@ -233,10 +235,14 @@ class _Stage(NamedTuple):
     """s = sqrt(mean square + eps) of each token."""
     N: Tensor
     """Derivative of the norm, (n, d, d)."""
+    h: Tensor
+    """x / s, (n, d)."""
+    blocks: Tensor
+    """B_ij, of the derivative behind the norm: (n, n, d, d)."""
     B: Tensor
-    """|B_ij|, the blocks of the derivative behind the norm."""
-    BB: Tensor
-    """B_ij B_ij^T: (n, n, d, d)."""
+    """Their norms."""
+    Bh: Tensor
+    """B_ij h_j, (n, n, d)."""
     B_lost: Tensor
     """Error of the blocks B: (n, n)."""
     part: _Mlp | _Attention
@@ -297,6 +303,9 @@ class DecisionBound:
         self.network, self.keep = network, keep
         self.n, self.d = X.shape
         _require_stages(network.stages)
+        attends = [isinstance(_parts(one)[1][0], SelfAttention) for one in network.stages]
+        self._mixing = max((s for s, one in enumerate(attends) if one), default=-1)
+        """The last stage in which tokens meet."""
         need = 8.0 * (self.n * self.d) ** 2 * (len(network.stages) + 1) ** 2
         if need > _BYTES:
             raise ValueError(
@@ -356,8 +365,8 @@ class DecisionBound:
             part, B, lost = self._mlp(norm, branch, residual.scale, h)
         eye = torch.eye(d, dtype=torch.float64)
         blocks = B.permute(0, 2, 1, 3)
-        BB = blocks @ blocks.mT
-        B_norm = largest(BB).sqrt() * _GROW + lost
+        B_norm = largest(blocks @ blocks.mT).sqrt() * _GROW + lost
+        Bh = torch.einsum("imab,mb->ima", blocks, h)
         J = torch.einsum("imjk,jkl->imjl", B, N)
         index = torch.arange(n)
         J[index, :, index, :] += eye
@@ -370,7 +379,8 @@ class DecisionBound:
             unit += 8.0 * _EPS * float(offset.norm()) * math.sqrt(n)
         forward = _forward_rounding(branch, norm(x)) * abs(residual.scale) + 2.0 * behind * unit
         forward += 8.0 * _EPS * float(x.norm() + residual(x).norm())
-        return _Stage(size, N, B_norm, BB, B_lost, part, lost, forward, float(J.norm())), J
+        width = float(J.norm())
+        return _Stage(size, N, h, blocks, B_norm, Bh, B_lost, part, lost, forward, width), J
 
     def _attention(
         self, norm: NormLayer, layer: SelfAttention, scale: float, h: Tensor
@@ -505,11 +515,17 @@ class DecisionBound:
     # Bounds at a radius ---------------------------------------------------------------------------
 
     def remainders(self, ball: _Ball, r: float, n: int | None = None) -> "_Remainders":
-        """eta of all stages and of the first n tokens at radius r, up to one that diverges."""
+        """eta of all stages and of the first n tokens at radius r.
+
+        A bound that diverges ends the tokens there, up to the keys of the last attention. Beyond
+        them tokens do not meet: theirs is infinite, and the others go on.
+        """
         n, d = self.n if n is None else n, self.d
+        eye = torch.eye(d, dtype=torch.float64)
         etas: list[Tensor] = []
         moves: list[Tensor] = []
         shapes: list[_Shaped] = []
+        alive = torch.ones(n, dtype=torch.bool)
         for s in range(len(self.stages) + 1):
             err, S_err = self._carried(s, shapes, n)
             lin = r * ball.rho[s][:n]
@@ -517,56 +533,107 @@ class DecisionBound:
             good = rho.isfinite() & (rho < 1e3)
             if s < len(self.stages):
                 good = good & (rho < 0.9 * math.sqrt(d) * self.stages[s].size[:n])
-            n = _alive(good)
-            if n == 0:
-                return _Remainders([], [], [], 0)
-            rho, lin, err = rho[:n], lin[:n], err[:n]
-            etas, moves = ([t[..., :n] for t in part] for part in (etas, moves))
-            shapes = [one.cut(n) for one in shapes]
-            moves.append(rho)
-            if s == len(self.stages):
-                break
-            S = _minkowski(r * r * ball.shape[s][:n], lin, S_err[:n], err, self.gamma)
-            stage = self.stages[s]
-            rem = rho.square() / math.sqrt(3.0 * d)
-            rem = rem / (stage.size[:n] * (1.0 - 1e-9) - rho / math.sqrt(d)).square() * _GROW
-            N = stage.N[:n]
-            S_h = N @ S @ N
-            top = largest(S_h) * _GROW + self.gamma * (rho / stage.size[:n]).square()
-            eye = torch.eye(d, dtype=torch.float64)
-            # the error of N and of the product, as a ball
-            around = rem + self.gamma * rho / stage.size[:n]
-            balls = around.square()[:, None, None] * eye
-            S_h = _minkowski(S_h, top.sqrt(), balls, around, self.gamma)
-            eta = torch.zeros(len(PARTS), n, dtype=torch.float64)
-            eta[0] = stage.B[:n, :n] @ rem
-            shape = torch.zeros(_SHAPED, n, d, d, dtype=torch.float64)
-            each = torch.where(stage.B[:n, :n] > 0, rem / stage.B[:n, :n].clamp(min=1e-300), 0.0)
-            shape[0] = eta[0][:, None, None] * torch.einsum("imab,im->iab", stage.BB[:n, :n], each)
-            if isinstance(stage.part, _Mlp):
-                eta[4], eta[5], shape[4] = self._mlp_remainder(stage.part, S_h)
-            else:
-                row = self._row_moves(s, ball, r, S_h, rho, rem, shapes)
-                n = _alive(row.Z.amax((0, 2)) < _MOST)
+            if s <= self._mixing:
+                n = _alive(good)
                 if n == 0:
                     return _Remainders([], [], [], 0)
-                eta = eta[:, :n]
+                rho, lin, err = rho[:n], lin[:n], err[:n]
                 etas, moves = ([t[..., :n] for t in part] for part in (etas, moves))
                 shapes = [one.cut(n) for one in shapes]
-                shape = shape[:, :n]
+                alive = alive[:n]
+            else:
+                alive = alive & good
+            moves.append(torch.where(alive, rho, torch.inf))
+            if s == len(self.stages):
+                break
+            # tokens whose bound diverged are computed as ones that stay, and are infinite below
+            rho, lin, err = (torch.where(alive, x, 0.0) for x in (rho, lin, err))
+            S_err = torch.where(alive[:, None, None], S_err[:n], 0.0)
+            S = _minkowski(r * r * ball.shape[s][:n], lin, S_err, err, self.gamma)
+            S = torch.where(alive[:, None, None], S, 0.0)
+            stage = self.stages[s]
+            bent = self._bent(s, S, rho)
+            N = stage.N[:n]
+            S_h = N @ S @ N
+            top = (largest(S_h) * _GROW + self.gamma * (rho / stage.size[:n]).square()).sqrt()
+            h = stage.h[:n]
+            for part, size in (
+                (bent.along.square()[:, None, None] * h[:, :, None] * h[:, None], bent.stretch),
+                (bent.across.square()[:, None, None] * bent.S, bent.across * rho),
+                (bent.lost.square()[:, None, None] * eye, bent.lost),
+            ):
+                S_h, top = _minkowski(S_h, top, part, size, self.gamma), top + size
+            eta = torch.zeros(len(PARTS), n, dtype=torch.float64)
+            shape = torch.zeros(_SHAPED, n, d, d, dtype=torch.float64)
+            eta[0], shape[0] = self._norm_remainder(stage, bent, rho)
+            if isinstance(stage.part, _Mlp):
+                eta[4:6], shape[4:6] = self._mlp_remainder(stage.part, S_h)
+            else:
+                row = self._row_moves(s, ball, r, S_h, rho, bent, shapes)
+                good = row.Z.amax((0, 2)) < _MOST
+                if s < self._mixing:
+                    n = _alive(good)
+                    if n == 0:
+                        return _Remainders([], [], [], 0)
+                    etas, moves = ([t[..., :n] for t in part] for part in (etas, moves))
+                    shapes = [one.cut(n) for one in shapes]
+                    eta, shape, alive = eta[:, :n], shape[:, :n], alive[:n]
+                    row, rho, bent = row.cut(n), rho[:n], bent.cut(n)
+                else:
+                    alive = alive & good
+                    row = row.only(alive)
                 eta[1], eta[2], eta[3], eta[6], shape[1:4] = self._attention_remainder(
-                    stage.part, row.cut(n), ball.gram[s][:, :n, :, :n, :n], r, S_h[:n]
+                    stage.part, row, ball.gram[s][:, :n, :, :n, :n], r, S_h[:n]
                 )
-                rho = rho[:n]
             products = self.frobenius[s, 0] * r * ball.total + sum(
-                self.frobenius[s, k + 1] * float(e.sum(0).norm()) for k, e in enumerate(etas)
+                self.frobenius[s, k + 1] * float(e.sum(0).nan_to_num(posinf=0.0).norm())
+                for k, e in enumerate(etas)
             )
             products = self.gamma * stage.width * products
             eta[6] += stage.lost[:n, :n] @ rho + stage.forward + products
-            eta[6] += stage.B_lost[:n, :n] @ rem[:n]
-            etas.append(eta * _GROW)
-            shapes.append(_shaped(etas[-1], shape, self.gamma))
+            loose = stage.B_lost[:n, :n] + self.gamma * stage.B[:n, :n]
+            eta[6] += loose @ (bent.size + bent.stretch + bent.across * rho)
+            eta, shape = eta * _GROW, torch.where(alive[:, None, None], shape, 0.0)
+            shapes.append(_shaped(torch.where(alive, eta, 0.0), shape, self.gamma))
+            etas.append(torch.where(alive, eta, torch.inf))
         return _Remainders(etas, shapes, moves, n)
+
+    def _bent(self, s: int, S: Tensor, rho: Tensor) -> "_Bent":
+        """The remainder of the norm of stage s, for moves in ellipsoids S (n, d, d)."""
+        stage, d = self.stages[s], self.d
+        size, h = stage.size[: len(rho)] * (1.0 - 1e-9), stage.h[: len(rho)]
+        norm, _ = _parts(self.network.stages[s])
+        if norm.kind == "layer":
+            S = S - S.mean(-1, keepdim=True)
+            S = S - S.mean(-2, keepdim=True)
+        square = ((S @ h[..., None])[..., 0] * h).sum(-1).clamp(min=0.0)
+        square = square + self.gamma * d * torch.einsum("iaa->i", S)
+        a = torch.minimum(square.sqrt() * _GROW / d, rho / math.sqrt(d)) / size
+        b = rho.square() / (d * size.square())
+        y = 2.0 * a + b
+        across = torch.maximum(a / (1.0 - a), (0.5 * y).clamp(max=1.0)) / size * _GROW
+        along = torch.maximum(1.5 * a.square() / (1.0 - a) ** 5, 0.375 * y.square())
+        along = torch.maximum(along, 0.5 * b) * _GROW
+        stretch = along * math.sqrt(d)
+        around = rho.square() / math.sqrt(3.0 * d) / (size - rho / math.sqrt(d)).square() * _GROW
+        lost = self.gamma * (rho / size + around + stretch)
+        return _Bent(along, across, S, torch.minimum(around, stretch + across * rho), stretch, lost)
+
+    def _norm_remainder(self, stage: _Stage, bent: "_Bent", rho: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the norm, behind its branch: its ball (n,), and its ellipsoid (n, d, d)."""
+        n = len(rho)
+        B, Bh = stage.B[:n, :n], stage.Bh[:n, :n]
+        h_length = lengths(Bh) * bent.along
+        rest = B * (bent.across * rho)
+        ball = torch.minimum(B * bent.size, h_length + rest).sum(-1)
+        at, m = ((B > 0.0) & (rho > 0.0)).nonzero(as_tuple=True)
+        blocks = stage.blocks[:n, :n][at, m]
+        image = blocks @ (bent.across.square()[:, None, None] * bent.S)[m] @ blocks.mT
+        sizes = torch.einsum("paa->p", image).clamp(min=1e-300).sqrt()
+        vectors = Bh / lengths(Bh).clamp(min=1e-150)[..., None].sqrt()
+        total = torch.einsum("im,ima,imb->iab", bent.along.expand(n, n), vectors, vectors)
+        total.index_add_(0, at, image / sizes[:, None, None])
+        return ball, total * h_length.sum(-1).index_add(0, at, sizes)[:, None, None]
 
     def _carried(self, s: int, shapes: "Sequence[_Shaped]", n: int) -> tuple[Tensor, Tensor]:
         """What earlier remainders add to the input of stage s: lengths (n,), shapes (n, d, d)."""
@@ -589,9 +656,9 @@ class DecisionBound:
         ball = small.square()[:, None, None] * torch.eye(d, dtype=torch.float64)
         return (most + small) * _GROW, _minkowski(total, most, ball, small, self.gamma)
 
-    def _mlp_remainder(self, f: _Mlp, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Second order and beyond, token by token: S (n, d, d) -> (n,), (n,), (n, d, d)."""
-        second, third, shapes = [], [], []
+    def _mlp_remainder(self, f: _Mlp, S: Tensor) -> tuple[Tensor, Tensor]:
+        """Second order and beyond, token by token: S (n, d, d) -> (2, n), (2, n, d, d)."""
+        second, third, shapes, beyond = [], [], [], []
         eye = torch.eye(self.d, dtype=torch.float64)
         long_G, long_U, long_D = lengths(f.G), lengths(f.U), lengths(f.D.mT)
         all_u, all_first = f.u.abs() + f.spread, f.first.abs() + f.spread
@@ -605,6 +672,7 @@ class DecisionBound:
                 each = (u * long_G + 3.0 * long_U) * long_G.square()
                 third.append((long_D * each).sum() * top**1.5)
                 shapes.append(second[-1].square() * eye)
+                beyond.append(third[-1].square() * eye)
                 continue
             root = _root(S_i)
             A, C = f.G @ root, f.U @ root
@@ -630,11 +698,13 @@ class DecisionBound:
             half = steep.sqrt()[:, None]
             left = f.D * half.mT
             right = A * half
-            factors = largest(left @ left.mT), largest(right.mT @ right)
             slack = self.gamma * top * (steep * long_G.square()).sum()
-            by_norm = factors[0].sqrt() * (factors[1] + slack).sqrt()
-            third.append(torch.minimum(by_entry, by_norm))
-        return torch.stack(second), torch.stack(third), torch.stack(shapes)
+            longest = largest(right.mT @ right) * _GROW + slack
+            behind = longest * (left @ left.mT)
+            third.append(torch.minimum(by_entry, largest(behind).sqrt()))
+            beyond.append(behind)
+        orders = torch.stack((torch.stack(second), torch.stack(third)))
+        return orders, torch.stack((torch.stack(shapes), torch.stack(beyond)))
 
     def _row_moves(
         self,
@@ -643,7 +713,7 @@ class DecisionBound:
         r: float,
         S_h: Tensor,
         rho: Tensor,
-        rem: Tensor,
+        bent: "_Bent",
         shapes: "Sequence[_Shaped]",
     ) -> "_RowMoves":
         """How far the centred scores of every row can move."""
@@ -661,10 +731,11 @@ class DecisionBound:
         trace = trace + self.gamma * size_q[:, :, None] * size_k[:, None]
         product = torch.minimum(l_q[:, :, None] * l_k[:, None], trace.sqrt())
         p, live = f.p[:, :n, :n], f.live[:, :n, :n]
-        Qk, Kq = f.Qk[:, :n, :n].norm(dim=-1), f.Kq[:, :n, :n].norm(dim=-1)
+        Qk = bent.along_rows(f.Qk[:, :n, :n], stage.h[:n], "i")
+        Kq = bent.along_rows(f.Kq[:, :n, :n], stage.h[:n], "j")
         # errors of N and of the centred gradients, relative to gradients that are not centred
-        tilt = self.gamma * rho / stage.size[:n] + self.gamma * rem
-        e = (rem[:, None] * Qk + rem * Kq + product) * _GROW
+        tilt = bent.lost + self.gamma * bent.across * rho
+        e = (Qk + Kq + product) * _GROW
         e = e + 8.0 * (tilt[:, None] + tilt) * f.loose[:, :n, :n]
         e = torch.where(live, e, 0.0)
         e = e + (p * e).sum(-1, keepdim=True)
@@ -791,7 +862,7 @@ class DecisionBound:
     def gradients_at(self, t: int, ball_norm: str, token: int | None) -> "_Gradients":
         """|g_ij|* and |a_ijst| of all rivals of position t."""
         rivals, (E, _) = self.rivals[t], self._logit_rows
-        first, behind, own = [], [], []
+        first, behind, own, margins = [], [], [], []
         for row, i in enumerate(rivals.kept.tolist()):
             W = E[i] - E
             if self.network.norm.kind == "layer":
@@ -806,6 +877,7 @@ class DecisionBound:
             else:
                 first.append(g[:, token])
             behind.append(torch.stack(pull[1:]))
+            margins.append(W)
             own.append([W @ self.T[len(self.stages), k + 1][t, t] for k in range(len(self.stages))])
         slack = (rivals.vectors + rivals.offsets.abs()) / rivals.size
         first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[
@@ -814,7 +886,8 @@ class DecisionBound:
         frobenius = [self.frobenius[len(self.stages), k] for k in range(1, len(self.stages) + 1)]
         loose = self.gamma * slack[:, None] * torch.tensor(frobenius, dtype=E.dtype)[None, :, None]
         own_ = torch.stack([torch.stack(rows) for rows in own])
-        return _Gradients(first_, torch.stack(behind) * _GROW + loose[..., None], own_, loose)
+        behind_ = torch.stack(behind) * _GROW + loose[..., None]
+        return _Gradients(first_, behind_, own_, loose, torch.stack(margins))
 
     def _pulled(self, W: Tensor, k: int, t: int) -> Tensor:
         """|W_j T_tm| of every rival and token: (V, d) -> (V, t + 1)."""
@@ -825,7 +898,7 @@ class DecisionBound:
     def margin(self, t: int, gradients: "_Gradients", found: "_Remainders", r: float) -> Bound:
         """The least lower bound of a margin of position t at radius r."""
         rivals = self.rivals[t]
-        if t >= found.n:
+        if t >= found.n or not bool(found.moves[-1][t].isfinite()):
             return Bound(-math.inf, 0, 0, {}, [])
         rho, d = float(found.moves[-1][t]), self.d
         least = float(rivals.size) * (1.0 - 1e-9) - rho / math.sqrt(d)
@@ -834,20 +907,29 @@ class DecisionBound:
         bent = rho * rho / (2.0 * d * least * float(rivals.size)) * _GROW
         last_norm = (-rivals.offsets).clamp(min=0.0) * bent
         last_norm = last_norm + 2.0 * self.gamma * rivals.vectors * rho / rivals.size
-        errors = torch.stack([eta[:, : t + 1] for eta in found.etas])  # (S, parts, t + 1)
-        behind = gradients.behind
-        lost = torch.einsum("kSvt,Spt->kSpv", behind[..., :t], errors[..., :t])
-        own = behind[:, :, None, :, t] * errors[:, :, t, None]
+        # behind the last attention no token reaches another one
+        mixed = self._mixing
+        others = torch.stack([eta[:, :t] for eta in found.etas])
+        others[max(mixed, 0) :] = 0.0
+        behind, mine = gradients.behind, torch.stack([eta[:, t] for eta in found.etas])
+        lost = torch.einsum("kSvt,Spt->kSpv", behind[..., :t], others)
+        own = behind[:, :, None, :, t] * mine[..., None]
         for s, shape in enumerate(found.shapes):
             a = gradients.own[:, s]
             along = torch.einsum("kva,pab,kvb->kpv", a, shape.parts[:, t], a).clamp(min=0.0)
-            along = (
-                along.sqrt() * _GROW + gradients.loose[:, s, None] * errors[s, :_SHAPED, t, None]
-            )
+            along = along.sqrt() * _GROW + gradients.loose[:, s, None] * mine[s, :_SHAPED, None]
             own[:, s, :_SHAPED] = torch.minimum(own[:, s, :_SHAPED], along)
         lost = lost + own
         total = (gradients.first * r + last_norm + lost.sum((1, 2))) * _GROW
         low = rivals.margins - total
+        nearest = low.flatten().topk(min(_NEAREST, low.numel()), largest=False).indices
+        row, rival = nearest // low.shape[-1], nearest % low.shape[-1]
+        for s, shape in enumerate(found.shapes[: max(mixed, 0)]):
+            sharp = self._shaped_loss(gradients, s, t, row, rival, shape, others[s])
+            lost[row, s, :, rival] = sharp + own[row, s, :, rival]
+        sharp = lost[row, :, :, rival].sum((1, 2))
+        sharp = (gradients.first[row, rival] * r + last_norm[row, rival] + sharp) * _GROW
+        low[row, rival] = rivals.margins[row, rival] - sharp
         i, j = divmod(int(low.argmin()), low.shape[-1])
         parts = dict(zip(PARTS, lost[i, :, :, j].sum(0).tolist(), strict=True))
         parts |= {"gradient": float(gradients.first[i, j]) * r}
@@ -857,6 +939,26 @@ class DecisionBound:
         other = size + math.copysign(rho / math.sqrt(d), least_margin)
         least_margin *= size / other * (1.0 - math.copysign(1e-9, least_margin))
         return Bound(least_margin, i, j, parts, lost[i, :, :, j].sum(1).tolist())
+
+    def _shaped_loss(
+        self,
+        gradients: "_Gradients",
+        s: int,
+        t: int,
+        row: Tensor,
+        rival: Tensor,
+        shape: "_Shaped",
+        errors: Tensor,
+    ) -> Tensor:
+        """What pairs (c,) lose by stage s at tokens before t, by part: (c, parts)."""
+        T = self.last[s + 1][t].reshape(self.d, self.n, self.d)[:, :t]
+        a = torch.einsum("ca,amb->mcb", gradients.margins[row, rival], T)
+        balls = gradients.behind[row, s, rival, :t, None] * errors.mT  # (c, m, parts)
+        square = ((a @ shape.parts[:, :t]) * a).sum(-1).clamp(min=0.0)  # (parts, m, c)
+        along = square.sqrt().permute(2, 1, 0) * _GROW
+        along = along + gradients.loose[row, s, rival][:, None, None] * errors[:_SHAPED].mT
+        balls[..., :_SHAPED] = torch.minimum(balls[..., :_SHAPED], along)
+        return balls.sum(1)
 
 
 class _Gradients(NamedTuple):
@@ -868,6 +970,8 @@ class _Gradients(NamedTuple):
     """a_ijst itself, of the token at the position: (K, S, V, d)."""
     loose: Tensor
     """Its error: (K, S, V)."""
+    margins: Tensor
+    """Of the last stream's token: (K, V, d)."""
 
 
 class _Remainders(NamedTuple):
@@ -878,6 +982,36 @@ class _Remainders(NamedTuple):
     moves: list[Tensor]
     n: int
     """Tokens before the first whose bound diverges."""
+
+
+class _Bent(NamedTuple):
+    """The remainder of a norm: c1 h + c2 d, with d the move of the token, centred for LayerNorm."""
+
+    along: Tensor
+    """|c1|, (n,)."""
+    across: Tensor
+    """|c2|."""
+    S: Tensor
+    """The ellipsoid of d, (n, d, d)."""
+    size: Tensor
+    """The length of the remainder."""
+    stretch: Tensor
+    """That of c1 h."""
+    lost: Tensor
+    """The error of N and of h, relative to the move and to the remainder."""
+
+    def cut(self, n: int) -> "_Bent":
+        return _Bent(*(part[:n] for part in self))
+
+    def along_rows(self, rows: Tensor, h: Tensor, token: str) -> Tensor:
+        """sup |g . remainder|, g (H, i, j, d), of the query's (i) or the key's (j) token."""
+        direct = torch.einsum(f"hijm,{token}m->hij", rows, h).abs()
+        moved = torch.einsum(f"hijm,{token}mk->hijk", rows, self.S)
+        square = (moved * rows).sum(-1).clamp(min=0.0)
+        along, across, size = (
+            part[:, None] if token == "i" else part for part in (self.along, self.across, self.size)
+        )
+        return torch.minimum(along * direct + across * square.sqrt(), size * rows.norm(dim=-1))
 
 
 class _Shaped(NamedTuple):
@@ -942,6 +1076,12 @@ class _RowMoves(NamedTuple):
     def cut(self, n: int) -> "_RowMoves":
         Z, e, product = (t[:, :n, :n] for t in (self.Z, self.e, self.product))
         return _RowMoves(Z, e, product, self.gram[:, :n, :n, :n])
+
+    def only(self, alive: Tensor) -> "_RowMoves":
+        """With the rows of other tokens at rest."""
+        rows = alive[:, None]
+        Z, e, product = (torch.where(rows, t, 0.0) for t in (self.Z, self.e, self.product))
+        return _RowMoves(Z, e, product, torch.where(rows[..., None], self.gram, 0.0))
 
 
 def _alive(good: Tensor) -> int:

@@ -1174,7 +1174,11 @@ def decision_margins(draw: Draw) -> Outcome:
     kind, norm = draw.pick(decisions.KINDS), draw.pick(NORMS)
     n = draw.integer(1, 4)
     net, X = decisions.network(
-        kind, draw.integer(0, 1 << 30), n=n, blocks=1, sharp=float(draw.sizes(-1, 1, 1))
+        kind,
+        draw.integer(0, 1 << 30),
+        n=n,
+        blocks=draw.integer(1, 2),
+        sharp=float(draw.sizes(-1, 1, 1)),
     )
     stages, last, head = (
         with_dtype(with_dtype(part, draw.dtype), torch.float64)

@@ -200,7 +200,7 @@ def test_certified_is_below_attacked_and_dropped_remainders_are_seen(
 
         def dropped(self: DecisionBound, *_: object) -> decision._Remainders:
             none = torch.zeros(len(PARTS), self.n, dtype=torch.float64)
-            flat = decision._shaped(none, torch.zeros(5, self.n, self.d, self.d).double(), 0.0)
+            flat = decision._shaped(none, torch.zeros(6, self.n, self.d, self.d).double(), 0.0)
             return decision._Remainders(
                 [none] * len(self.stages), [flat] * len(self.stages), [none[0]], self.n
             )
@@ -305,7 +305,7 @@ def test_the_second_order_of_an_mlp_is_in_its_ellipsoid(kind: str) -> None:
         generator = torch.Generator().manual_seed(seed)
         root = torch.randn(2, 6, 2, dtype=torch.float64, generator=generator)
         S = root @ root.mT + 1e-3 * torch.eye(6, dtype=torch.float64)
-        _, _, shapes = bound._mlp_remainder(f, S)
+        _, (shapes, _) = bound._mlp_remainder(f, S)
         for i in range(2):
             for k in range(8):
                 unit = torch.randn(6, dtype=torch.float64, generator=generator)
@@ -332,9 +332,9 @@ def test_what_an_mlp_does_beyond_the_second_order_is_bounded() -> None:
     assert isinstance(norm.weight, Tensor)
     eye = torch.eye(6, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    seen = 0.0
+    seen, reached = 0.0, 0.0
     for size in (0.05, 0.5):
-        _, third, _ = bound._mlp_remainder(f, size**2 * eye.expand(2, 6, 6))
+        (_, third), (_, beyond) = bound._mlp_remainder(f, size**2 * eye.expand(2, 6, 6))
         for _ in range(200):
             move = torch.randn(2, 6, dtype=torch.float64, generator=generator)
             move = size * move / move.norm(dim=-1, keepdim=True)
@@ -345,10 +345,14 @@ def test_what_an_mlp_does_beyond_the_second_order_is_bounded() -> None:
             dg, du = move @ f.G.mT, move @ f.U.mT
             second = (0.5 * f.second * f.u * dg.square() + f.first * dg * du) @ f.D.mT
             _, first = torch.func.jvp(exact, (h,), (move,))
-            rest = (exact(h + move) - exact(h) - first - second).norm(dim=-1)
+            beside = exact(h + move) - exact(h) - first - second
+            rest = beside.norm(dim=-1)
             assert bool((rest <= third + 1e-14).all())
             seen = max(seen, float((rest / third).amax()))
+            for S, vector in zip(beyond, beside, strict=True):
+                reached = max(reached, outside(S, vector))
     assert seen > 0.02
+    assert 0.02 < reached <= 1.0
 
 
 def test_the_decision_of_one_position_depends_on_no_later_token() -> None:
@@ -432,3 +436,99 @@ def test_rounding_is_a_small_part_and_never_none() -> None:
         assert bool((lost > 0).all())
         assert float(lost.amax()) < 1e-9
     assert math.isfinite(decision._GROW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_remainder_of_a_norm_is_in_its_ball_and_its_ellipsoid(kind: str) -> None:
+    """c1 h + c2 d, by aimed ascent; a move along h has a remainder along h alone."""
+    net, X = network(kind, 2, n=2, blocks=1)
+    bound = DecisionBound(net, X)
+    stage = bound.stages[1]
+    norm, _ = decision._parts(net.stages[1])
+    x = bound.streams[1]
+    h, size, N = decision._unit(norm, x)
+    generator = torch.Generator().manual_seed(0)
+    near, filled = [], []
+    unit = h / h.norm(dim=-1, keepdim=True)
+    for share, kept in ((0.02, 1.0), (0.3, 1.0), (0.02, 0.0), (0.3, 0.0)):
+        rho = share * size  # of moves without their part along h where kept is 0
+        plane = torch.eye(6) - (1.0 - kept) * unit[:, :, None] * unit[:, None]
+        S = rho.square()[:, None, None] * plane
+        bent = bound._bent(1, S, rho)
+        ball, shape = bound._norm_remainder(stage, bent, rho)
+        for k in range(12):
+            move = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+            for _ in range(15):
+                move = (plane @ move[..., None])[..., 0]
+                move = (rho[:, None] * move / move.norm(dim=-1, keepdim=True)).detach()
+                move.requires_grad_()
+                err = decision._unit(norm, x + move)[0] - h - (N @ move[..., None])[..., 0]
+                behind = torch.einsum("iab,ib->ia", stage.blocks[[0, 1], [0, 1]], err)
+                assert bool((err.norm(dim=-1) <= bent.size + bent.lost).all())
+                assert bool((behind.norm(dim=-1) <= ball * (1.0 + 1e-9)).all())
+                near.append(float((err.norm(dim=-1) / bent.size).detach().amax()))
+                ridge = 1e-12 * torch.einsum("iaa->i", shape)[:, None, None] * torch.eye(6)
+                solved = torch.linalg.solve(shape + ridge, behind[..., None])[..., 0]
+                square = (behind * solved).sum(-1)
+                assert float(square.detach().amax()) <= 1.0
+                filled.append(float(square.detach().amax()))
+                aim = (err if k % 2 else behind).square().sum() if k % 3 else square.sum()
+                (g,) = torch.autograd.grad(aim, move)
+                move = move / rho[:, None] + g / g.norm(dim=-1, keepdim=True)
+    assert max(near) > 0.9
+    assert max(filled) > 0.1
+
+
+def test_earlier_remainders_are_seen_in_their_ellipsoids() -> None:
+    """The loss of a pair is the smaller of ball and ellipsoid, by gradients of autograd."""
+    net, X = network("llama", 7)
+    bound, t = DecisionBound(net, X), 3
+    ball, gradients = bound.ball("all"), bound.gradients_at(3, "all", None)
+    found = bound.remainders(ball, 1e-3)
+    s, i, j = 0, int(net(X)[t].argmax()), int(net(X)[t].argmin())
+    rest = Chain(net.stages[s + 1 :])
+
+    def pair(Y: Tensor) -> Tensor:
+        W = (net.head.W[:, i] - net.head.W[:, j]) * net.norm.weight
+        return (rest(Y)[t] @ W) / bound.rivals[t].size
+
+    a = jacobian(pair, bound.streams[s + 1])[:t]
+    shape, eta = found.shapes[s], found.etas[s][:, :t]
+    balls = a.norm(dim=-1) * eta
+    along = torch.einsum("ma,pmab,mb->pm", a, shape.parts[:, :t], a).sqrt()
+    balls[:-1] = torch.minimum(balls[:-1], along)
+    one = torch.tensor([0]), torch.tensor([j])
+    lost = bound._shaped_loss(gradients, s, t, *one, shape, eta)[0]
+    torch.testing.assert_close(lost, balls.sum(-1), rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.parametrize("where", ["attention", "mlp"])
+def test_a_token_that_diverges_in_the_last_block_ends_no_other_position(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens meet in attention alone, and nothing reads the last block but their own logits."""
+    net, X = network("llama", 0)
+    plain = certified_radii(DecisionBound(net, X), "all", [1, 3])
+    row_moves, mlp = DecisionBound._row_moves, DecisionBound._mlp_remainder
+
+    def rows(self: DecisionBound, s: int, *rest: object) -> decision._RowMoves:
+        row = row_moves(self, s, *rest)  # type: ignore[arg-type]
+        row.Z[:, 1] = 100.0 if s == 2 else row.Z[:, 1]
+        return row
+
+    def far(self: DecisionBound, f: decision._Mlp, S: Tensor) -> tuple[Tensor, Tensor]:
+        eta, shapes = mlp(self, f, S)
+        if f is self.stages[3].part:
+            eta[:, 1] = 1e9
+        return eta, shapes
+
+    monkeypatch.setattr(
+        DecisionBound, *(("_row_moves", rows), ("_mlp_remainder", far))[where == "mlp"]
+    )
+    bound = DecisionBound(net, X)
+    found = bound.remainders(bound.ball("all"), 1e-3)
+    assert found.n == len(X)
+    assert found.moves[-1].isfinite().tolist() == [True, False, True, True]
+    radii = certified_radii(bound, "all", [1, 3])
+    assert radii[1].certified == 0.0
+    assert radii[3].certified == plain[3].certified > 0.0
