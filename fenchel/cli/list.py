@@ -146,12 +146,12 @@ def families() -> Listed:
 
 def checkpoints() -> Listed:
     """The models of the Hugging Face cache, and which commands serve each."""
-    from fenchel.hub_cache import cache_folder, missing_weights, snapshots
+    from fenchel.hub_cache import cache_folder, missing_file, snapshots
 
     rows: Rows = []
     for one in snapshots():
         row: dict[str, Any] = {"family": None, "parameters": None, "dtype": None}
-        if missing := missing_weights(one.path):
+        if missing := missing_file(one.path):
             row["note"] = f"{missing} is missing: the download did not finish."
         else:
             row = _checkpoint(one.path, one.path)
@@ -159,6 +159,8 @@ def checkpoints() -> Listed:
         served = "every command"
         if note:
             served = "inspect, attach" if "through transformers" in note else "none"
+        elif not (one.path / "tokenizer.json").exists():
+            served, row["note"] = "convert", "tokenizer.json is missing, and no text is read."
         row |= {"path": str(one.path), "name": one.name, "revision": one.revision}
         rows.append(row | {"served_by": served})
     if not rows:
@@ -173,7 +175,7 @@ def checkpoints() -> Listed:
             row["dtype"] or "",
             row["served_by"],
         )
-    notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
+    notes = [f"{printable(row['name'])}: {row['note']}" for row in rows if row["note"]]
     more = [f"{len(notes) - _NOTES} more are not read; --json says why."]
     notes = notes[:_NOTES] + (more if len(notes) > _NOTES else [])
     return {"cache": rows}, [(table, [*notes, "fenchel inspect NAME, or NAME@REVISION."])]

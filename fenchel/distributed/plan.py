@@ -301,6 +301,8 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
     wide = (4 if config.gated else 2) * config.mlp_width
     if config.experts:
         wide *= config.experts_per_token
+        wide += (4 if config.gated else 2) * (config.shared_expert or 0)
+        wide += (M + 1) * config.shared_expert_gate
     factors = inputs * M + (H + 2 * G) * D + H * D + wide
     if any(map(config.rotates, range(config.layers))) or config.qk_norm:
         factors += (H + G) * D

@@ -114,7 +114,7 @@ def matrix() -> str:
         f"| family | {' | '.join(COLUMNS)} |",
         f"| --- |{' --- |' * len(COLUMNS)}",
     ]
-    for family in FAMILIES:
+    for family in {family.architecture: family for family in FAMILIES}.values():
         config = ModelConfig(**{**SIZES, **SMALLEST[family.architecture]})
         if not config.lm_head:
             continue

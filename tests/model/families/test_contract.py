@@ -145,7 +145,7 @@ def test_in_and_out_again_settings_and_weights_are_the_same(
 TRAINED = (
     *("granite", "phi3", "olmo2", "olmo3", "smollm3 with windows"),
     *("ministral3", "nanochat", "gpt-oss", "mpnet", "modernbert", "qwen3.5"),
-    *("gemma4", "gemma4, keys as values"),
+    *("gemma4", "gemma4, keys as values", "gemma4 with experts", "qwen3.5-moe"),
 )
 
 
