@@ -164,9 +164,9 @@ def missing_file(snapshot: Path) -> str | None:
 
     A link appears when its blob is complete; one without a blob is what a cleaned cache leaves.
     """
-    files = sorted(file for file in snapshot.iterdir() if file.suffix in _READ)
-    if dangling := next((file for file in files if file.is_symlink() and not file.exists()), None):
-        return dangling.name
+    links = sorted(one for one in snapshot.iterdir() if one.suffix in _READ and one.is_symlink())
+    if dangling := next((link.name for link in links if not link.exists()), None):
+        return dangling
     if not (snapshot / _CONFIG).is_file():
         return _CONFIG
     index = snapshot / _INDEX

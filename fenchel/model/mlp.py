@@ -206,7 +206,8 @@ class MixtureOfExperts(nn.Module):
         if self.router_gain is None:
             return x_BTM
         M = x_BTM.shape[-1]
-        return rms_norm(x_BTM, (M,), None, self.epsilon) * self.router_gain * M**-0.5
+        y_BTM: Tensor = rms_norm(x_BTM, (M,), None, self.epsilon) * self.router_gain * M**-0.5
+        return y_BTM
 
     def _experts(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
         """The experts of every token, each on its segment of the tokens sorted by expert."""
@@ -249,7 +250,8 @@ class MixtureOfExperts(nn.Module):
 
 def _through(module: nn.Module | None, x: Tensor) -> Tensor:
     """The output of a module; x itself where there is none."""
-    return x if module is None else module(x)
+    y: Tensor = x if module is None else module(x)
+    return y
 
 
 def _unbound(parameter: Tensor | None, X: int) -> Sequence[Any]:

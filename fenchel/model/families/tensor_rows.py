@@ -112,14 +112,16 @@ FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ou
 SECOND_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[1], lambda ours, _: [ours], 2, 1)
 
 
-FIRST_ROWS, SECOND_ROWS = (
-    Layout(
-        lambda theirs, _, part=part: theirs[0].chunk(2, 1)[part].contiguous(),
-        lambda ours, _: [ours],
-        *(2, part, lambda parts: torch.cat(parts, 1)),
-    )
-    for part in (0, 1)
-)
+def _rows_of_experts(part: int) -> Layout:
+    """A half of the rows (X, 2 F, M) of every expert."""
+
+    def join(theirs: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        return theirs[0].chunk(2, 1)[part].contiguous()
+
+    return Layout(join, lambda ours, _: [ours], 2, part, lambda parts: torch.cat(parts, 1))
+
+
+FIRST_ROWS, SECOND_ROWS = (_rows_of_experts(part) for part in (0, 1))
 
 
 def _every_second(first: int, *, transposed: bool) -> Layout:
