@@ -135,11 +135,13 @@ def presets() -> Listed:
 def families() -> Listed:
     """The families of Hugging Face checkpoints, each with its presets."""
     rows = read()["families"]
-    table = _table("model_type", "class of transformers", "presets of this family")
+    table = _table("model_type", "text model of", "class of transformers", "presets of this family")
     for row in rows:
-        table.add_row(row["model_type"], row["architecture"], ", ".join(row["presets"]))
+        inside, presets = ", ".join(row["inside"]), ", ".join(row["presets"])
+        table.add_row(row["model_type"], inside, row["architecture"], presets)
     about = (
-        "All are read, by every command that takes DIR, and written, by fenchel convert DIR OUT."
+        "All are read, and written by fenchel convert DIR OUT; docs/checkpoints.md has which "
+        "command serves each."
     )
     return {"families": rows}, [(table, [about])]
 

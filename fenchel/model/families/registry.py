@@ -146,6 +146,10 @@ _PARTS = (
 _TOWERS = tuple(f"{outer}{part}." for part in _PARTS for outer in ("", "model."))
 MODEL_TYPES = frozenset({*(family.name for family in FAMILIES), *_TEXT_MODELS})
 """Every model_type that is read."""
+LARGER = {
+    outer: [_SAME_TEXT.get(name, name) for name in known] for outer, known in _TEXT_MODELS.items()
+}
+"""The families of the text models inside each larger model."""
 
 
 def family_of(
