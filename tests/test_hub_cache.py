@@ -218,7 +218,7 @@ def test_the_list_says_which_commands_serve_a_cached_model(
     assert rows[NAME, "main"]["served_by"] == "every command"
     assert rows[NAME, "main"]["family"] == "llama"
     assert rows[NAME, "refs/pr/3"]["parameters"] == rows[NAME, "main"]["parameters"] > 0
-    assert rows["acme/other", COMMIT]["served_by"] == "inspect, attach"
+    assert rows["acme/other", COMMIT]["served_by"] == "inspect, lens, ablate, patch, attach"
     assert rows["acme/half", COMMIT]["served_by"] == "none"
     assert "download did not finish" in rows["acme/half", COMMIT]["note"]
     assert main(["list", "checkpoints"]) == 0

@@ -160,7 +160,8 @@ def checkpoints() -> Listed:
         note = str(row["note"])
         served = "every command"
         if note:
-            served = "inspect, attach" if "through transformers" in note else "none"
+            through = "inspect, lens, ablate, patch, attach"
+            served = through if "through transformers" in note else "none"
         elif not (one.path / "tokenizer.json").exists():
             served, row["note"] = "convert", "tokenizer.json is missing, and no text is read."
         row |= {"path": str(one.path), "name": one.name, "revision": one.revision}

@@ -173,10 +173,10 @@ def family_of(
         raise ValueError(f"{kind} is a known family, and its files lack the tensors of one.")
     readers = ""
     if _in_transformers(model_type):
-        readers = "; fenchel inspect and fenchel attach read it through transformers"
-    names = ", ".join(dict.fromkeys([*(family.name for family in FAMILIES), *_TEXT_MODELS]))
+        readers = "; fenchel inspect, lens, ablate, patch and attach read it through transformers"
     obstacle = "" if config is None else _first_obstacle(config, tensors)
-    raise ValueError(f"{kind} is not a known family{readers}.{obstacle} Known are {names}.")
+    known = "fenchel list families has those that are known."
+    raise ValueError(f"{kind} is not a known family{readers}.{obstacle} {known}")
 
 
 def _text_model(
@@ -219,8 +219,25 @@ def _in_transformers(model_type: str) -> bool:
     return named and any((Path(place) / "models" / folder).is_dir() for place in places)
 
 
+_OBSTACLES = {
+    "index_topk": "an indexer chooses the keys",
+    "kv_lora_rank": "keys and values are made of one latent vector per token (MLA)",
+    "attention_chunk_size": "a query sees its own chunk of the text",
+    "mamba_d_state": "Mamba layers",
+    "ssm_state_size": "Mamba layers",
+    "altup_num_inputs": "several streams beside each other",
+}
+"""Settings of mechanisms that no known family has, and what they are."""
+
+
 def _first_obstacle(config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """What the known family with the most tensors in common cannot read; empty without one."""
+    """What stands in the way of a family that is not known: a mechanism by its setting, or what the
+    known family with the most tensors in common cannot read; empty without one."""
+    inner = config.get("text_config")
+    settings = {**config, **inner} if isinstance(inner, Mapping) else config
+    if key := next((one for one in _OBSTACLES if settings.get(one) not in (None, 0, False)), None):
+        value = printable(repr(settings[key]), 40)
+        return f" The first setting in the way is {key}={value}: {_OBSTACLES[key]}."
     nearest = max(FAMILIES, key=lambda family: family.shared_names(tensors))
     if not nearest.shared_names(tensors):
         return ""

@@ -332,6 +332,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 5,
             "top_k_experts": 2,
             "moe_intermediate_size": 24,
+            "final_logit_softcapping": 9.0,
         },
     ),
     "gpt-neox": ("GPTNeoX", {**COMMON, "num_attention_heads": 6}),
