@@ -248,6 +248,33 @@ def test_names_of_files_between_two_versions_are_read(
 
 
 @pytest.mark.filterwarnings("ignore::fenchel.files.Notice")
+def test_experts_that_lie_in_one_tensor_are_read(
+    larger: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """Files hold the experts of Qwen3.5 one by one, or as transformers computes with them."""
+    theirs, path = larger("qwen3.5-moe")
+    target = copy(path, tmp_path / "stacked")
+    weights = load_file(target / WEIGHTS)
+    for mlp in {name.partition(".experts.")[0] for name in weights if ".experts." in name}:
+        gate, up, down = (
+            torch.stack([weights.pop(f"{mlp}.experts.{e}.{x}_proj.weight") for e in range(5)])
+            for x in ("gate", "up", "down")
+        )
+        weights[f"{mlp}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        weights[f"{mlp}.experts.down_proj"] = down
+    save_file(weights, target / WEIGHTS)
+    model = load_model(target)
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), atol=2e-5, rtol=0)
+    save(model, None, tmp_path / "written")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    torch.testing.assert_close(logits_of(back), logits_of(theirs), atol=2e-5, rtol=0)
+    weights = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    save_file(weights, target / WEIGHTS)
+    with pytest.raises(ValueError, match="is a known family, and its files lack the tensors"):
+        load_model(target)
+
+
+@pytest.mark.filterwarnings("ignore::fenchel.files.Notice")
 def test_the_outer_settings_and_the_files_decide_whether_the_head_is_tied(
     larger: Callable[[str], tuple[Any, Path]], tmp_path: Path
 ) -> None:
