@@ -62,7 +62,7 @@ def render(result: Inspection) -> str:
 
 def _header(result: Inspection, name: str) -> Html:
     subject = result.subject
-    some = subject["attention_layers"]
+    some = subject.get("attention_layers", subject["layers"])
     attending = "" if some == subject["layers"] else f", of which {some} attend,"
     sentence = (
         f"{subject['family']}: {pluralise(subject['layers'], 'layer')}{attending} of "
