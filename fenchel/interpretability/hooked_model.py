@@ -237,6 +237,20 @@ def hooked(model: Model) -> HookedModel:
     raise ValueError(f"a Transformer or an opened model is needed, got {type(model).__name__}.")
 
 
+def can_be_hooked(model: Model) -> bool:
+    """Whether the sites of a model are found: it is a decoder with an LM head.
+
+    >>> from fenchel.model import ModelConfig
+    >>> can_be_hooked(Transformer(ModelConfig(vocabulary=16, kind="encoder")))
+    False
+    """
+    try:
+        hooked(model)
+    except ValueError:
+        return False
+    return True
+
+
 def separate(model: Transformer) -> Transformer:
     """A copy of the modules with the same weights: passes of ``model`` do not meet its hooks."""
     weights = [*model.parameters(), *model.buffers()]
