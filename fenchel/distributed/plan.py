@@ -312,6 +312,8 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
         saved += 8 * (H + G) * D if half else 0
     if config.norm_place == "both":
         saved += 8 * M + 8
+    if config.expert_norms:  # two more than a block without them
+        saved += 16 * M + 16
     if config.norm_place in ("both", "after") and half:
         saved += 8 * M
     if config.dropout:
