@@ -23,7 +23,8 @@ _NAME = re.compile(rf"((?:{_PART}/)?{_PART})(?:@([\w./-]{{1,200}}))?", re.ASCII)
 _FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _PREFIX = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_READ = (".json", ".jinja", ".safetensors")
 _LARGEST_INDEX = 8 * 2**20
 
 
@@ -60,11 +61,10 @@ def find_checkpoint(source: str | Path) -> Path:
     A path that exists is never taken for a name, and what the cache does not have is returned as it
     is (``require_checkpoint``).
     """
-    path = Path(source)
-    found = _NAME.fullmatch(str(source))
-    if os.path.lexists(path) or found is None or ".." in str(source) or "--" in found[1]:
+    path, found = Path(source), _name_and_revision(str(source))
+    if os.path.lexists(path) or found is None:
         return path
-    name, revision = found[1], found[2] or "main"
+    name, revision = found
     folder = cache_folder() / f"{_PREFIX}{name.replace('/', '--')}"
     if not folder.is_dir():
         return path
@@ -76,7 +76,7 @@ def find_checkpoint(source: str | Path) -> Path:
             f"the Hugging Face cache has no revision {revision} of {name} (it has {others}); this "
             f"puts it there: {_download(name, revision)}"
         )
-    if missing := missing_weights(snapshot):
+    if missing := missing_file(snapshot):
         raise ValueError(
             f"the Hugging Face cache has {name} without {missing}: its download did not finish; "
             f"this completes it: {_download(name, revision)}"
@@ -88,13 +88,21 @@ def require_checkpoint(path: Path) -> None:
     """Refuse a directory that is not there, with the command that downloads a model of its name."""
     if path.is_dir():
         return
-    absent, found = f"there is no run directory or checkpoint {path}", _NAME.fullmatch(str(path))
-    if found is None or "/" not in found[1] or path.parent.exists() or path.parts[0] == "runs":
+    absent, found = f"there is no run directory or checkpoint {path}", _name_and_revision(str(path))
+    if found is None or "/" not in found[0] or path.parent.exists() or path.parts[0] == "runs":
         raise ValueError(f"{absent}.")
     raise ValueError(
         f"{absent}, nor a model of that name in the Hugging Face cache {cache_folder()}; this puts "
-        f"one there: {_download(found[1], found[2] or 'main')}"
+        f"one there: {_download(*found)}"
     )
+
+
+def _name_and_revision(source: str) -> tuple[str, str] | None:
+    """Of a model on the hub; None for what is no name of one."""
+    found = _NAME.fullmatch(source)
+    if found is None or ".." in source or "--" in found[1]:
+        return None
+    return found[1], found[2] or "main"
 
 
 def model_name(path: Path) -> str:
@@ -122,7 +130,10 @@ def snapshots() -> list[Snapshot]:
 
 
 def _snapshots(folder: Path) -> Iterator[Snapshot]:
-    """The revisions of one model."""
+    """The revisions of one model; none of a folder that no model on the hub can have."""
+    name = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
+    if _name_and_revision(name) is None:
+        return
     refs: dict[str, str] = {}
     for file in sorted((folder / "refs").rglob("*")):
         revision = file.relative_to(folder / "refs").as_posix()
@@ -134,7 +145,7 @@ def _snapshots(folder: Path) -> Iterator[Snapshot]:
         return
     for path in paths:
         if _COMMIT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            yield Snapshot(model_name(path), refs.get(path.name, path.name), path)
+            yield Snapshot(name, refs.get(path.name, path.name), path)
 
 
 def _commit_of(folder: Path, revision: str) -> str | None:
@@ -148,8 +159,16 @@ def _commit_of(folder: Path, revision: str) -> str | None:
     return commit if _COMMIT.fullmatch(commit) else None
 
 
-def missing_weights(snapshot: Path) -> str | None:
-    """A file of weights that a download has left out; None where all are there or none is known."""
+def missing_file(snapshot: Path) -> str | None:
+    """A file that a download has left out; None where all are there or none is known.
+
+    A link appears when its blob is complete; one without a blob is what a cleaned cache leaves.
+    """
+    links = sorted(one for one in snapshot.iterdir() if one.suffix in _READ and one.is_symlink())
+    if dangling := next((link.name for link in links if not link.exists()), None):
+        return dangling
+    if not (snapshot / _CONFIG).is_file():
+        return _CONFIG
     index = snapshot / _INDEX
     if index.is_file() and not (snapshot / _WEIGHTS).is_file():
         if index.stat().st_size > _LARGEST_INDEX:

@@ -103,7 +103,7 @@ def test_what_is_absent_is_answered_with_the_command_that_downloads_it(
     assert "no run directory or checkpoint acme/other@v2" in said
     assert "hf download acme/other --revision v2" in said
     Path("mine").mkdir()
-    for path in ("nothing", "runs/other", "mine/other"):  # a directory that is not there
+    for path in ("nothing", "runs/other", "mine/other", "acme/x@../y"):  # not there, or no name
         assert main(["generate", path]) == 2
         assert "hf download" not in capsys.readouterr().err
 
@@ -119,6 +119,50 @@ def test_a_download_that_did_not_finish_is_named(index: bool, cache: Path, expor
         (snapshot / "model.safetensors.index.json").write_text(json.dumps(table))
     with pytest.raises(ValueError, match=f"{NAME} without {missing}: its download did not finish"):
         find_checkpoint(NAME)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_link_without_its_blob_is_a_file_that_is_missing(
+    missing: str, cache: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (put(cache, exported) / missing).resolve().unlink()
+    with pytest.raises(ValueError, match=f"{NAME} without {missing}: .* hf download {NAME}"):
+        find_checkpoint(NAME)
+    assert main(["list", "checkpoints"]) == 0
+    assert f"{NAME}: {missing} is missing" in capsys.readouterr().out
+
+
+def test_a_model_whose_settings_were_not_downloaded_is_named(cache: Path, exported: Path) -> None:
+    snapshot = put(cache, exported)
+    (snapshot / "README.md").symlink_to("../../blobs/" + "9" * 40)  # which nothing reads
+    assert find_checkpoint(NAME) == snapshot
+    (snapshot / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"without config\.json"):
+        find_checkpoint(NAME)
+
+
+def test_folders_of_hostile_names_are_not_listed(
+    cache: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, exported)
+    for name in ("\x1b[31mred--x", "..--x", "a--b--c--..", "evil--a b"):
+        (cache / f"models--{name}" / "snapshots" / COMMIT).mkdir(parents=True)
+    assert [one.name for one in snapshots()] == [NAME]
+    assert main(["list", "checkpoints"]) == 0
+    assert "\x1b[31m" not in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_is_one_that_is_converted(
+    cache: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (put(cache, exported) / "tokenizer.json").unlink()
+    assert main(["list", "checkpoints", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["cache"]
+    assert (row["served_by"], row["note"]) == (
+        "convert",
+        "tokenizer.json is missing, and no text is read.",
+    )
+    assert main(["convert", NAME, "out"]) == 0
 
 
 @pytest.mark.parametrize("content", ["../../../outside", "", "ab" * 19, "ff" * 20, "\0" * 40])
@@ -174,7 +218,7 @@ def test_the_list_says_which_commands_serve_a_cached_model(
     assert rows[NAME, "main"]["served_by"] == "every command"
     assert rows[NAME, "main"]["family"] == "llama"
     assert rows[NAME, "refs/pr/3"]["parameters"] == rows[NAME, "main"]["parameters"] > 0
-    assert rows["acme/other", COMMIT]["served_by"] == "inspect, attach"
+    assert rows["acme/other", COMMIT]["served_by"] == "inspect, lens, ablate, patch, attach"
     assert rows["acme/half", COMMIT]["served_by"] == "none"
     assert "download did not finish" in rows["acme/half", COMMIT]["note"]
     assert main(["list", "checkpoints"]) == 0

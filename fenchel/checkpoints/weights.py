@@ -164,6 +164,7 @@ def require_enough_tensors(
         "the residual stream": config.width,
         "the MLP": max(config.mlp_width, config.shared_hidden or 0, config.dense_hidden or 0),
         "the experts": config.experts,
+        "the shared expert": config.shared_expert or 0,
         "all heads together": config.heads * (config.full_head_size or config.head_width),
         "the embedding of all layers": config.layers * config.per_layer_width,
     }

@@ -138,10 +138,11 @@ def run(
     sentences = [result.subject["begin"]]
     sentences += [result.precision.statement] if result.precision else []
     show(tables(result), [*sentences, *findings(result)], target)
-    from fenchel.interpretability import has_score_parts
+    from fenchel.interpretability import can_be_hooked, has_score_parts
 
-    if why is None and has_score_parts(subject):
-        command = next_command(result, directory, text, max_tokens)
+    if why is None and can_be_hooked(subject):
+        parts_too = has_score_parts(subject)
+        command = next_command(result, directory, text, max_tokens, why=parts_too)
         print(f"Next  {printable(command, 4096)}")
     return 0
 

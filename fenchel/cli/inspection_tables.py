@@ -157,13 +157,17 @@ def _layers(result: Inspection) -> Table:
     headings = ["layer", *_headings(head_measure(name) for name, _ in _OVER_HEADS), "head"]
     headings += _headings(_OF_BLOCK) if blocks else []
     table = plain_table(title, headings, _LEGEND + (_BLOCK_LEGEND if blocks else ""))
-    for number in sorted({head.layer for head in result.heads}):
+    for number in sorted({head.layer for head in result.heads} | blocks.keys()):
         heads = [head for head in result.heads if head.layer == number]
         table.add_row(str(number), *_over_heads(heads), *_block(blocks.get(number)))
     return table
 
 
 def _over_heads(heads: Sequence[Head]) -> Iterator[str]:
+    """Empty in a layer without heads that choose, as one of gated DeltaNet."""
+    if not heads:
+        yield from [""] * (len(_OVER_HEADS) + 1)
+        return
     for name, combine in _OVER_HEADS:
         measure = head_measure(name)
         yield format(combine(measure.number(head) for head in heads), measure.digits)

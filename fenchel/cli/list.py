@@ -135,30 +135,35 @@ def presets() -> Listed:
 def families() -> Listed:
     """The families of Hugging Face checkpoints, each with its presets."""
     rows = read()["families"]
-    table = _table("model_type", "class of transformers", "presets of this family")
+    table = _table("model_type", "text model of", "class of transformers", "presets of this family")
     for row in rows:
-        table.add_row(row["model_type"], row["architecture"], ", ".join(row["presets"]))
+        inside, presets = ", ".join(row["inside"]), ", ".join(row["presets"])
+        table.add_row(row["model_type"], inside, row["architecture"], presets)
     about = (
-        "All are read, by every command that takes DIR, and written, by fenchel convert DIR OUT."
+        "All are read, and written by fenchel convert DIR OUT; docs/checkpoints.md has which "
+        "command serves each."
     )
     return {"families": rows}, [(table, [about])]
 
 
 def checkpoints() -> Listed:
     """The models of the Hugging Face cache, and which commands serve each."""
-    from fenchel.hub_cache import cache_folder, missing_weights, snapshots
+    from fenchel.hub_cache import cache_folder, missing_file, snapshots
 
     rows: Rows = []
     for one in snapshots():
         row: dict[str, Any] = {"family": None, "parameters": None, "dtype": None}
-        if missing := missing_weights(one.path):
+        if missing := missing_file(one.path):
             row["note"] = f"{missing} is missing: the download did not finish."
         else:
             row = _checkpoint(one.path, one.path)
         note = str(row["note"])
         served = "every command"
         if note:
-            served = "inspect, attach" if "through transformers" in note else "none"
+            through = "inspect, lens, ablate, patch, attach"
+            served = through if "through transformers" in note else "none"
+        elif not (one.path / "tokenizer.json").exists():
+            served, row["note"] = "convert", "tokenizer.json is missing, and no text is read."
         row |= {"path": str(one.path), "name": one.name, "revision": one.revision}
         rows.append(row | {"served_by": served})
     if not rows:
@@ -173,7 +178,7 @@ def checkpoints() -> Listed:
             row["dtype"] or "",
             row["served_by"],
         )
-    notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
+    notes = [f"{printable(row['name'])}: {row['note']}" for row in rows if row["note"]]
     more = [f"{len(notes) - _NOTES} more are not read; --json says why."]
     notes = notes[:_NOTES] + (more if len(notes) > _NOTES else [])
     return {"cache": rows}, [(table, [*notes, "fenchel inspect NAME, or NAME@REVISION."])]

@@ -78,7 +78,7 @@ def _presets() -> list[dict[str, Any]]:
 
 def _families() -> list[dict[str, Any]]:
     """The families of Hugging Face checkpoints, each with its presets."""
-    from fenchel.model.families.registry import FAMILIES, family_for
+    from fenchel.model.families.registry import FAMILIES, LARGER, family_for
     from fenchel.model.transformer import meta_model
     from fenchel.pipeline import PRESETS, settings
 
@@ -92,8 +92,9 @@ def _families() -> list[dict[str, Any]]:
             "model_type": family.name,
             "architecture": family.architecture,
             "presets": of.get(family.architecture, []),
+            "inside": [outer for outer, names in LARGER.items() if family.name in names],
         }
-        for family in FAMILIES
+        for family in {family.architecture: family for family in FAMILIES}.values()
     ]
 
 

@@ -301,6 +301,8 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
     wide = (4 if config.gated else 2) * config.mlp_width
     if config.experts:
         wide *= config.experts_per_token
+        wide += (4 if config.gated else 2) * (config.shared_expert or 0)
+        wide += (M + 1) * config.shared_expert_gate
     factors = inputs * M + (H + 2 * G) * D + H * D + wide
     if any(map(config.rotates, range(config.layers))) or config.qk_norm:
         factors += (H + G) * D
@@ -310,6 +312,8 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
         saved += 8 * (H + G) * D if half else 0
     if config.norm_place == "both":
         saved += 8 * M + 8
+    if config.expert_norms:  # two more than a block without them
+        saved += 16 * M + 16
     if config.norm_place in ("both", "after") and half:
         saved += 8 * M
     if config.dropout:

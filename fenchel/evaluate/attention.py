@@ -1,8 +1,8 @@
 """Attention of a model on given ids: health per layer and head, maps, and a sample for the report.
 
-The fused attention kernels of the forward pass do not return their weights. An observer therefore
-records the queries and keys of every layer, and the statistics and maps are computed from the
-recorded calls (choice map, prior, scale, soft cap and sink included).
+The fused attention kernels of the forward pass do not return their weights. The call of every layer
+is therefore recorded (queries, keys, choice map, prior, scale, soft cap and sink), and the
+statistics and maps are computed from the recorded calls.
 
 Shapes: ids (B, T); maps (layers, H, T, T), where row t holds the weights of query t.
 """
@@ -59,11 +59,11 @@ def attention_calls(model: Transformer, ids_BT: Tensor) -> list[AttentionCall]:
     """The call of ``attend`` of every layer, in a pass over some ids."""
     calls: list[AttentionCall] = []
 
-    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        calls.append(model.attention_call(layer, q, k, v))
+    def record(_layer: int, call: AttentionCall) -> None:
+        calls.append(call)
 
     with evaluating(model):
-        model(ids_BT, observe=observe, last=True, return_hidden=True)
+        model(ids_BT, attention_override=record, last=True, return_hidden=True)
     return calls
 
 

@@ -116,11 +116,16 @@ def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
     for name, on in switches.items():
         if not isinstance(on, bool):
             raise ValueError(f"fenchel.{name} should be true or false.")
-    attention = fields.get("attention")
-    if attention is None or attention is False:
-        return TraceSettings(**switches)
-    chosen = _attention_settings({} if attention is True else attention, config)
-    return TraceSettings(attention=chosen, **switches)
+    attention, chosen = fields.get("attention"), None
+    if attention is not None and attention is not False:
+        chosen = _attention_settings({} if attention is True else attention, config)
+    settings = TraceSettings(attention=chosen, **switches)
+    if settings.observes and config.sinks and config.sink_score == "token":
+        raise ValueError(
+            "the sinks of this model are computed from its stream, which the keys in a cache do "
+            "not show: the attention of new tokens is not traced."
+        )
+    return settings
 
 
 def _attention_settings(value: object, config: ModelConfig) -> TraceAttention:
@@ -438,16 +443,16 @@ def trace_text(
     layers = _layers([settings], model.config)
     calls: list[AttentionCall] = []
 
-    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def record(layer: int, call: AttentionCall) -> None:
         if layer in layers:
-            calls.append(model.attention_call(layer, q, k, v))
+            calls.append(call)
 
     ids_1N = torch.tensor([ids], device=model.lm_head_weight.device)
     steer = {
         n - 1: v_M.to(model.lm_head_weight).view(1, 1, -1) for n, v_M in (vectors or {}).items()
     }
     with evaluating(model):
-        x_1TM = model(ids_1N[:, :-1], observe=observe, return_hidden=True, steer=steer)
+        x_1TM = model(ids_1N[:, :-1], attention_override=record, return_hidden=True, steer=steer)
     config, T = model.config, len(ids) - 1
     per_token = max(len(layers) * config.heads * T, config.vocabulary)
     traces: list[TokenTrace] = []

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention import AttentionSpec
 from fenchel.attention.bias import Sink
 from fenchel.attention.prior import Prior, PriorSelection
 from fenchel.data import ProgressCallback
@@ -179,7 +180,9 @@ def certify_layer(
 
 def why_not(record: BlockRecord) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
-    (module, context), spec = _attention(record), record.call.spec
+    if record.call is None:
+        return "is a gated DeltaNet, for which no bound over a ball is known here"
+    (module, context), spec = _attention(record)
     beta = module.temperature(context)
     if beta is not None and not bool((beta == 1).all()):
         return "scales its queries by their position, for which no bound over a ball is known here"
@@ -290,7 +293,7 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
 
     With an output gate: the heads side by side, their gate, and W_O.
     """
-    (module, context), spec = _attention(record), record.call.spec
+    (module, context), spec = _attention(record)
     H, G, D = module.heads, module.groups, module.head_width
     sizes = [H * D, G * D, G * D]
     matrix, bias = matrix_of(module.qkv), module.qkv.bias
@@ -341,13 +344,14 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
     return Chain((gate, LinearLayer(W_O, b_O)))
 
 
-def _attention(record: BlockRecord) -> tuple[Attention, ForwardContext]:
-    """The attention module of a recorded block and the context that it was called with."""
+def _attention(record: BlockRecord) -> tuple[tuple[Attention, ForwardContext], AttentionSpec]:
+    """The attention module of a block, the context that it was called with, and how it attends."""
     assert record.attention is not None
+    assert record.call is not None
     module, context = record.attention.module, record.attention.arguments.args[1]
     assert isinstance(module, Attention)
     assert isinstance(context, ForwardContext)
-    return module, context
+    return (module, context), record.call.spec
 
 
 def split_heads(layer: SelfAttention) -> list[SelfAttention]:

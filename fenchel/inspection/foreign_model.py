@@ -74,11 +74,11 @@ class ForeignModel(InspectedModel):
         self.require_ids(ids)
         with one_sentence(f"read this text with this {self.family!r} model"):
             self.require_agreement(ids)
-            recorder, logits = self.record(ids)
+            recorder = self.record(ids)
         blocks = recorder.block_traces()
-        if logits is None:
+        if not self.reads_out:
             return ForwardTrace(blocks, None)
-        lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
+        lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output)
         return ForwardTrace(blocks, lm_head)
 
     def require_ids(self, ids: Tensor) -> None:
@@ -86,41 +86,45 @@ class ForeignModel(InspectedModel):
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
 
-    def record(self, ids: Tensor) -> tuple[BlockRecorder, Tensor | None]:
-        """Run the model for a recorder; also the logits (V,) of the last token, if it has any."""
+    def record(self, ids: Tensor) -> BlockRecorder:
+        """Run the model for a recorder, without its LM head.
+
+        Asked for the logits of the last token alone, Gemma 4 computes its last layers for no other.
+        """
         recorder = self.listener.recorder = BlockRecorder(self.model, self.listener.run)
+        body: Any = self.model.base_model
         try:
             with torch.no_grad(), recorder:
-                return recorder, self._last_logits(ids)
+                body(input_ids=ids, **BARE)
         finally:
             self.listener.recorder = None
+        return recorder
 
     def require_attention(self) -> None:
         """Refuse a family that computes its attention itself, or has none, by two tokens."""
         with one_sentence(f"read a text with this {self.family!r} model"):
-            recorder, _ = self.record(torch.zeros(1, 2, dtype=torch.long))
+            recorder = self.record(torch.zeros(1, 2, dtype=torch.long))
         if not recorder.modules:
             raise ValueError(
                 f"the family {self.family!r} does not use the attention registry of transformers, "
                 "so it cannot be inspected."
             )
 
-    def _last_logits(self, ids: Tensor) -> Tensor | None:
+    def _last_logits(self, ids: Tensor) -> Tensor:
         parameters = signature(self.model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        out = self.model(input_ids=ids, **BARE, **last)
-        return out.logits[0, -1] if self.reads_out else None
+        logits: Tensor = self.model(input_ids=ids, **BARE, **last).logits[0, -1]
+        return logits
 
-    def _lm_head(
-        self, ids: Tensor, blocks: Sequence[nn.Module], output: Tensor, logits: Tensor
-    ) -> Map:
+    def _lm_head(self, ids: Tensor, blocks: Sequence[nn.Module], output: Tensor) -> Map:
         """x_L -> logits of the last token.
 
         An LM head acts on one token at a time, so the model is run on the last one alone; where
-        that does not reproduce ``logits`` it is run on all of them.
+        that does not reproduce its logits it is run on all of them.
         """
         alone = self._ending(ids[:, -1:], blocks)
         with torch.no_grad():
+            logits = self._last_logits(ids)
             difference = float((alone(output) - logits).abs().amax())
         return (
             alone
@@ -146,7 +150,6 @@ class ForeignModel(InspectedModel):
                 logits = self._last_logits(ids)
             finally:
                 handle.remove()
-            assert logits is not None
             return logits
 
         return lm_head

@@ -3,7 +3,8 @@
 Every layer passes its call of ``attend`` (queries, keys, values, choice, prior, scale and soft cap)
 to the ``attention_override`` of the forward pass, where it is recorded. A recorded block is called
 again with another override in its forward context: none, or the linearised attention of
-fenchel/inspection/linearisation.py.
+fenchel/inspection/linearisation.py. A layer of gated DeltaNet makes no such call; it is a block
+without attention.
 """
 
 from dataclasses import dataclass, replace
@@ -159,13 +160,14 @@ def require_choice(config: ModelConfig, name: str) -> None:
 
 
 def require_weights(config: ModelConfig) -> None:
-    """Refuse a model in which a layer gives no weights to keys, or none that sum to 1."""
-    if config.has_delta:
+    """Refuse a model in which no layer gives weights to keys, or one gives none that sum to 1."""
+    attending = [layer for layer in range(config.layers) if not config.is_delta(layer)]
+    if not attending:
         raise ValueError(
-            "this model has layers of gated DeltaNet, which give no weights to keys; an inspection "
-            "needs attention in every layer."
+            "every layer of this model is a gated DeltaNet, which gives no weights to keys; an "
+            "inspection needs attention in one layer at least."
         )
-    for layer in range(config.layers):
+    for layer in attending:
         require_simplex(layer_choice(config, layer), "an inspection")
 
 

@@ -31,7 +31,7 @@ def precision(
 ) -> Precision:
     """Measure both on the trace of a model."""
     top = max(heads, key=lambda head: head.sigma["qkv"].lower)
-    call = select_heads(trace.blocks[top.layer - 1].attention, [top.head - 1])
+    call = select_heads(trace.calls[top.layer - 1], [top.head - 1])
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
     single, double = (

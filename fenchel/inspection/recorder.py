@@ -1,9 +1,10 @@
 """Records a forward pass: every block that attends, its inputs and what its attention used.
 
-A block is the outermost member of an ``nn.ModuleList`` inside which attention is called once. That
-holds for fenchel's Transformer and for the decoders and encoders of ``transformers``, so one
-recorder serves all of them; attention calls arrive through ``record_attention``. A recorded block
-is a function of the stream: the same module with the same other arguments.
+A block is the outermost member of an ``nn.ModuleList`` inside which attention is called once, or a
+member of the same list without attention, such as a layer of gated DeltaNet. That holds for
+fenchel's Transformer and for the decoders and encoders of ``transformers``, so one recorder serves
+all of them; attention calls arrive through ``record_attention``. A recorded block is a function of
+the stream: the same module with the same other arguments.
 
 Inside a block, a module whose class name contains "norm" and that takes the stream is a norm layer.
 The direct child in which attention was called is the attention branch. A direct child with weights
@@ -76,7 +77,8 @@ class BlockRecord(NamedTuple):
     """One block of the forward pass."""
 
     block: ModuleCall
-    call: AttentionCall
+    call: AttentionCall | None
+    """None where the block does not attend."""
     norms: tuple[NormInput, ...]
     attention: ModuleCall | None
     """The attention module; None where the block does not separate it."""
@@ -96,7 +98,7 @@ class _OpenBlock:
 
 
 class BlockRecorder:
-    """Hooks on a model within a ``with`` statement; ``records`` has what they recorded.
+    """Hooks on a model within a ``with`` statement; ``records`` has what they recorded, at its end.
 
     ``run`` is how the model's modules are called again, with or without an attention override.
     """
@@ -104,11 +106,14 @@ class BlockRecorder:
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.model, self.run = model, run
         self.records: list[BlockRecord] = []
+        self._closed: list[tuple[int, BlockRecord]] = []
+        """Of every block the list that it is a member of, and its record."""
         self._open: _OpenBlock | None = None
         self._handles: list[Any] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        self._members = {id(child) for members in lists for child in members}
+        self._members = {id(child): id(members) for members in lists for child in members}
+        """The list of every member."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -123,8 +128,9 @@ class BlockRecorder:
                     f"a block of this model takes a tensor of {tuple(record.block.x.shape)} and "
                     "not one stream (1, T, M), so it cannot be taken apart."
                 )
-        frozen = freeze([record.call for record in self.records])
-        pairs = zip(self.records, frozen, strict=True)
+        frozen = iter(freeze([record.call for record in self.records if record.call is not None]))
+        overrides = [None if record.call is None else next(frozen) for record in self.records]
+        pairs = zip(self.records, overrides, strict=True)
         return tuple(self._trace(record, override) for record, override in pairs)
 
     def __enter__(self) -> "BlockRecorder":
@@ -138,6 +144,8 @@ class BlockRecorder:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        stacks = {stack for stack, record in self._closed if record.call is not None}
+        self.records = [record for stack, record in self._closed if stack in stacks]
         self._handles, self._open = [], None
 
     def record_attention(self, call: AttentionCall) -> None:
@@ -164,7 +172,9 @@ class BlockRecorder:
         arguments = CallArguments(args, kwargs)
         if module is block.module:
             self._open = None
-            if block.calls:
+            x, y = block.stream, out[0] if isinstance(out, tuple) else out
+            maps_stream = isinstance(y, Tensor) and x is not None and y.shape == x.shape
+            if block.calls or maps_stream:
                 self._close(block, ModuleCall(module, arguments, first_of(out).detach()))
             return
         x, y = arguments.stream, out[0] if isinstance(out, tuple) else out
@@ -180,15 +190,16 @@ class BlockRecorder:
                 block.mlp = call
 
     def _close(self, block: _OpenBlock, call: ModuleCall) -> None:
-        if len(block.calls) != 1:
+        if len(block.calls) > 1:
             raise ValueError(
                 f"a block of this model calls attention {len(block.calls)} times; only blocks "
                 "with one attention can be inspected (decoders or encoders, not both in one)."
             )
-        norms = tuple(block.norms)
-        self.records.append(BlockRecord(call, block.calls[0], norms, block.attention, block.mlp))
+        norms, made = tuple(block.norms), next(iter(block.calls), None)
+        record = BlockRecord(call, made, norms, block.attention, block.mlp)
+        self._closed.append((self._members[id(block.module)], record))
 
-    def _trace(self, record: BlockRecord, override: Override) -> BlockTrace:
+    def _trace(self, record: BlockRecord, override: Override | None) -> BlockTrace:
         linearised = record.block.branch(self.run, override)
         return BlockTrace(
             linearised.x,

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from fenchel.attention import AttentionCall
 from fenchel.attention.statistics import pack_weights
@@ -26,7 +25,6 @@ from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.precision import precision
 from fenchel.inspection.trace import (
-    BlockTrace,
     ForwardTrace,
     InspectedModel,
     tokenize_text,
@@ -94,8 +92,9 @@ def inspect(
     )
     L, H = len(trace.blocks), _heads_of(trace)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
+    attending = _attending(trace, chosen)
     with clock("heads"):
-        head_results = _heads(trace, chosen, which, method, generator, report)
+        head_results = _heads(trace, attending, which, method, generator, report)
     block_results: list[BlockResult] = []
     network_result = precision_result = None
     if blocks:
@@ -120,7 +119,7 @@ def inspect(
                 model, ids, radius, norm, chosen, Search(), generator, report
             )
     return Inspection(
-        subject=model.facts() | _sizes(trace.blocks) | {"causal": trace.causal},
+        subject=model.facts() | _sizes(trace) | {"causal": trace.causal},
         text=text.name,
         tokens=list(text.tokens),
         method=method,
@@ -129,7 +128,7 @@ def inspect(
         network=network_result,
         precision=precision_result,
         certificates=certificates,
-        maps=maps([trace.blocks[at].attention for at in chosen], chosen, which),
+        maps=maps([trace.calls[at] for at in attending], attending, which),
         seconds=clock.seconds,
     )
 
@@ -223,7 +222,7 @@ def _heads(
     results: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
-        call, gate = trace.blocks[at].attention, trace.blocks[at].gate
+        call, gate = trace.calls[at], trace.blocks[at].gate
         for head in heads(call, at + 1, which, method, generator, gate):
             results.append(head)
             report("heads", len(results), total)
@@ -231,7 +230,7 @@ def _heads(
 
 
 def _heads_of(trace: ForwardTrace) -> int:
-    counts = {block.attention.q.shape[1] for block in trace.blocks}
+    counts = {call.q.shape[1] for call in trace.calls.values()}
     if len(counts) > 1:
         raise ValueError(
             f"this model has {min(counts)} to {max(counts)} heads in a layer; only models with as "
@@ -250,11 +249,22 @@ def _chosen(which: Sequence[int] | None, count: int, name: str) -> list[int]:
     return sorted({n - 1 for n in which})
 
 
-def _sizes(blocks: Sequence[BlockTrace]) -> dict[str, int]:
-    call: AttentionCall = blocks[0].attention
-    stream: Tensor = blocks[0].input
+def _attending(trace: ForwardTrace, layers: Sequence[int]) -> list[int]:
+    """Those of the chosen layers whose heads can be measured."""
+    attending = [at for at in layers if at in trace.calls]
+    if not attending:
+        numbers = ", ".join(str(at + 1) for at in trace.calls)
+        raise ValueError(
+            f"the chosen layers give no weights to keys; layers {numbers} of this model do."
+        )
+    return attending
+
+
+def _sizes(trace: ForwardTrace) -> dict[str, int]:
+    call, stream = next(iter(trace.calls.values())), trace.blocks[0].input
     return {
-        "layers": len(blocks),
+        "layers": len(trace.blocks),
+        "attention_layers": len(trace.calls),
         "heads": call.q.shape[1],
         "kv_heads": call.k.shape[1],
         "head_width": call.q.shape[3],

@@ -61,7 +61,8 @@ class BlockTrace(NamedTuple):
     linearised: Map
     """The block for first derivatives at ``input``, and for nothing else: attention and
     activations are replaced by their tangents there."""
-    attention: AttentionCall
+    attention: AttentionCall | None
+    """None in a layer that gives no weights to keys, such as one of gated DeltaNet."""
     norms: tuple[NormInput, ...]
     attention_branch: Branch | None
     """The attention module; None where the block does not separate it."""
@@ -81,7 +82,13 @@ class ForwardTrace(NamedTuple):
     @property
     def causal(self) -> bool:
         """Whether no token attends to the one behind it, so that the logits predict the next."""
-        return all(is_causal(block.attention) for block in self.blocks)
+        return all(is_causal(call) for call in self.calls.values())
+
+    @property
+    def calls(self) -> dict[int, AttentionCall]:
+        """The attention calls by the index of their block, of the blocks that attend."""
+        blocks = enumerate(self.blocks)
+        return {at: block.attention for at, block in blocks if block.attention is not None}
 
 
 def is_causal(call: AttentionCall) -> bool:

@@ -1,7 +1,7 @@
 """What a model has computed where: lenses, ablation, patching, the parts of a score."""
 
 from fenchel.interpretability.ablation import Ablation, ablate
-from fenchel.interpretability.hooked_model import HookedModel, hooked
+from fenchel.interpretability.hooked_model import HookedModel, can_be_hooked, hooked
 from fenchel.interpretability.intervention import Site
 from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
 from fenchel.interpretability.lens_error import LensError, lens_errors
@@ -20,6 +20,7 @@ __all__ = [
     "Patch",
     "Site",
     "ablate",
+    "can_be_hooked",
     "fit_lens",
     "has_score_parts",
     "hooked",

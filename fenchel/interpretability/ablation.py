@@ -35,6 +35,7 @@ from fenchel.interpretability.hooked_model import (
 from fenchel.interpretability.intervention import (
     Edit,
     Effects,
+    HeadCounts,
     Progress,
     Site,
     effects,
@@ -84,19 +85,21 @@ def ablate(
     subject = hooked(model)
     if len(ids) < 3:
         raise ValueError(f"a loss needs a text of at least three tokens, got {len(ids)}.")
-    heads, groups = head_counts(subject, ids)
+    heads = head_counts(subject, ids)
     choice = None if to in ("zero", "mean", "uniform") else _map(to)
     chosen = (
         list(sites) if sites is not None else _all_sites(subject, heads, choices=_of_choice(to))
     )
     for site in chosen:
-        require_site(subject, site, heads, groups, len(ids))
+        require_site(subject, site, heads, len(ids))
         if site.part not in ("head", *BRANCHES):
             raise ValueError(
                 f"{site} is not a part that is removed: give heads, attention or MLPs."
             )
         if site.part == "mlp" and _of_choice(to):
             raise ValueError(f"an MLP has no choice to make {to}; remove it by zero or mean.")
+        if site.layer not in heads and _of_choice(to):
+            raise ValueError(f"layer {site.layer} gives no weights to keys; it has no choice.")
     targets_T = torch.tensor(list(ids[1:]), device=subject.device)
 
     def loss(logits_BTV: Tensor) -> Tensor:
@@ -117,18 +120,13 @@ def ablate(
     )
 
 
-def head_counts(model: HookedModel, ids: Sequence[int]) -> tuple[int, int]:
-    """The heads, and the heads of keys and values, of the first layer."""
+def head_counts(model: HookedModel, ids: Sequence[int]) -> HeadCounts:
+    """The heads of every layer that attends, and its heads of keys and values."""
     recorded = RecordedPass()
     with torch.no_grad():
         model.logits(model.batch(ids[:2]), recorded)
-    if len(recorded.calls) < model.layers:
-        raise ValueError(
-            f"{model.name} has layers of gated DeltaNet, whose heads choose among no keys; parts "
-            "are removed and patched where every layer has attention."
-        )
-    call = recorded.calls[1]
-    return call.q.shape[1], call.k.shape[1]
+    calls = recorded.calls.items()
+    return {layer: (call.q.shape[1], call.k.shape[1]) for layer, call in calls}
 
 
 def _of_choice(to: str | ChoiceLike) -> bool:
@@ -142,13 +140,16 @@ def _map(to: str | ChoiceLike) -> Choice:
     return as_choice(to)
 
 
-def _all_sites(model: HookedModel, heads: int, *, choices: bool) -> list[Site]:
+def _all_sites(model: HookedModel, heads: HeadCounts, *, choices: bool) -> list[Site]:
     """Every head, and the attention and MLP of every layer that separates them."""
     sites = []
     for layer, modules in enumerate(model.blocks, 1):
-        sites += [Site("head", layer, head) for head in range(1, heads + 1)]
-        parts = ("attention",) if choices else BRANCHES
-        sites += [Site(p, layer) for p in parts if choices or getattr(modules, p) is not None]
+        count, _ = heads.get(layer, (0, 0))
+        sites += [Site("head", layer, head) for head in range(1, count + 1)]
+        if not choices:
+            sites += [Site(p, layer) for p in BRANCHES if getattr(modules, p) is not None]
+        elif count:
+            sites.append(Site("attention", layer))
     return sites
 
 

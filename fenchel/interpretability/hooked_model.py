@@ -154,9 +154,11 @@ class _HookedForeign(HookedModel):
         if not subject.reads_out:
             raise ValueError(f"{subject.name} has no LM head, and so no law of the next token.")
         self.subject, self.model, self.name = subject, subject.model, subject.name
-        self._specs: dict[int, list[AttentionSpec]] = {}
+        self._specs: dict[int, list[tuple[int, AttentionSpec]]] = {}
+        """By the length of a text: the number of every layer that attends, and how it does."""
         records = self._records(torch.zeros(1, 2, dtype=torch.long, device=self.device))
-        if not all(is_causal(record.call) for record in records):
+        calls = [record.call for record in records if record.call is not None]
+        if not all(is_causal(call) for call in calls):
             raise ValueError(f"{self.name} is not a decoder, so it has no law of the next token.")
         self._width = records[0].block.x.shape[-1]
         modules = ((r.attention, r.mlp) for r in records)
@@ -188,16 +190,17 @@ class _HookedForeign(HookedModel):
             if not self._specs:
                 with one_sentence(f"read this text with this {self.subject.family!r} model"):
                     self.subject.require_agreement(ids_BT[:1])
-            self._specs[T] = [record.call.spec for record in self._records(ids_BT[:1])]
+            records = enumerate(self._records(ids_BT[:1]), 1)
+            calls = [(layer, record.call) for layer, record in records]
+            self._specs[T] = [(layer, call.spec) for layer, call in calls if call is not None]
         return super().logits(ids_BT, taps)
 
     def _run(self, ids_BT: Tensor, taps: Taps) -> Tensor:
-        specs, count = self._specs[ids_BT.shape[1]], 0
+        specs = iter(self._specs[ids_BT.shape[1]])
 
         def override(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-            nonlocal count
-            count += 1
-            return taps.attention(count, AttentionCall(q, k, v, specs[count - 1]))
+            layer, spec = next(specs)
+            return taps.attention(layer, AttentionCall(q, k, v, spec))
 
         listener: Any = self.subject.listener
         listener.override = override
@@ -209,7 +212,7 @@ class _HookedForeign(HookedModel):
 
     def _records(self, ids_1T: Tensor) -> list[BlockRecord]:
         with one_sentence(f"read this text with this {self.subject.family!r} model"):
-            return self.subject.record(ids_1T)[0].records
+            return self.subject.record(ids_1T).records
 
 
 Model = Transformer | InspectedModel | HookedModel
@@ -232,6 +235,20 @@ def hooked(model: Model) -> HookedModel:
     if isinstance(model, ForeignModel):
         return _HookedForeign(model)
     raise ValueError(f"a Transformer or an opened model is needed, got {type(model).__name__}.")
+
+
+def can_be_hooked(model: Model) -> bool:
+    """Whether the sites of a model are found: it is a decoder with an LM head.
+
+    >>> from fenchel.model import ModelConfig
+    >>> can_be_hooked(Transformer(ModelConfig(vocabulary=16, kind="encoder")))
+    False
+    """
+    try:
+        hooked(model)
+    except ValueError:
+        return False
+    return True
 
 
 def separate(model: Transformer) -> Transformer:

@@ -26,7 +26,7 @@ B rows, T tokens, M width of the stream, H heads, G heads of keys and values, D 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,6 +70,10 @@ class Site(NamedTuple):
         where = f"{self.layer}" if self.head is None else f"{self.layer}.{self.head}"
         name = f"{_NAMES.get(self.part, self.part)} {where}"
         return name if self.position is None else f"{name} at {self.position}"
+
+
+HeadCounts = Mapping[int, tuple[int, int]]
+"""By the number of every layer that attends: its heads, and those of keys and values."""
 
 
 class Edit(NamedTuple):
@@ -221,14 +225,16 @@ def effects(
     return Effects(base=base, effects=results, agreement=agreement)
 
 
-def require_site(model: HookedModel, site: Site, heads: int, groups: int, tokens: int) -> None:
+def require_site(model: HookedModel, site: Site, heads: HeadCounts, tokens: int) -> None:
     """Refuse a site that the model or the text does not have."""
     part, layer, head, position = site
     if part not in PARTS:
         raise ValueError(f"there is no part {part!r}; there are {', '.join(PARTS)}.")
     if not 1 <= layer <= model.layers:
         raise ValueError(f"there is no layer {layer}; {model.name} has 1 to {model.layers}.")
-    count = groups if part in ("k", "v") else heads
+    if part in HEAD_PARTS and layer not in heads:
+        raise ValueError(f"there is no {site}: layer {layer} gives no weights to keys.")
+    count = heads.get(layer, (0, 0))[part in ("k", "v")]
     if head is not None and (part not in HEAD_PARTS or not 1 <= head <= count):
         raise ValueError(f"there is no {site}; a layer has {count} of them.")
     if position is not None and not 0 <= position < tokens:

@@ -31,6 +31,7 @@ from fenchel.interpretability.intervention import (
     QKV,
     Edit,
     Effects,
+    HeadCounts,
     Progress,
     Site,
     effects,
@@ -97,15 +98,15 @@ def patch(
         )
     if list(clean) == list(corrupt) or len(clean) < 2:
         raise ValueError("patching needs two prompts of two or more tokens that differ.")
-    heads, groups = head_counts(subject, clean)
+    heads = head_counts(subject, clean)
     chosen: list[Site] = []
     for entry in sites:
         if isinstance(entry, Site):
             chosen.append(entry)
         else:
-            chosen += _sites(subject, entry, heads, groups, clean, corrupt)
+            chosen += _sites(subject, entry, heads, clean, corrupt)
     for site in chosen:
-        require_site(subject, site, heads, groups, len(clean))
+        require_site(subject, site, heads, len(clean))
         if site.part not in PATCHED:
             raise ValueError(f"{site} cannot be patched; there are {', '.join(PATCHED)}.")
     source = RecordedPass()
@@ -146,16 +147,16 @@ def patch(
 def _sites(
     model: HookedModel,
     part: str,
-    heads: int,
-    groups: int,
+    heads: HeadCounts,
     clean: Sequence[int],
     corrupt: Sequence[int],
 ) -> list[Site]:
     """Every site of a part; positions before the first difference carry nothing."""
     layers = range(1, model.layers + 1)
     if part in (*QKV, "head"):
-        count = groups if part in ("k", "v") else heads
-        return [Site(part, layer, head) for layer in layers for head in range(1, count + 1)]
+        of = int(part in ("k", "v"))
+        counts = heads.items()
+        return [Site(part, layer, n) for layer, count in counts for n in range(1, count[of] + 1)]
     if part == "stream":
         same = next(t for t, (a, b) in enumerate(zip(clean, corrupt, strict=True)) if a != b)
         places = range(same, len(clean))

@@ -48,9 +48,10 @@ from fenchel.interpretability.hooked_model import (
     Model,
     RecordedPass,
     Taps,
+    can_be_hooked,
     hooked,
 )
-from fenchel.model import Transformer
+from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -139,31 +140,32 @@ def score_parts(
 
 def _require_sums(model: Transformer, layer: int) -> None:
     """Refuse a layer whose scores are not sums over pairs of parts of two streams."""
-    model.attention(layer - 1)  # refuses a layer without attention
-    config = model.config
-    reasons = {
-        "keys of another layer were made from the stream before it": config.shared_kv_layers > 0,
-        "its blocks add an embedding or a factor after the MLP": (
-            config.per_layer_width > 0 or config.layer_scale
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"scores of this model have no parts: {reason}.")
+    if model.config.is_delta(layer - 1):
+        raise ValueError(f"layer {layer} is a gated DeltaNet and gives no weights to keys.")
+    if reason := _why_no_sums(model.config):
+        raise ValueError(f"scores of this model have no parts: {reason}.")
+
+
+def _why_no_sums(config: ModelConfig) -> str | None:
+    """Why scores are not sums over pairs of parts in a model with these settings."""
+    if config.shared_kv_layers > 0:
+        return "keys of another layer were made from the stream before it"
+    if config.per_layer_width > 0 or config.layer_scale:
+        return "its blocks add an embedding or a factor after the MLP"
+    return None
 
 
 def has_score_parts(model: Model) -> bool:
-    """Whether the sites that ``score_parts`` reads are found in a model.
+    """Whether ``score_parts`` reads a model: its sites are found, and its scores have parts.
 
     >>> from fenchel.model import ModelConfig
     >>> has_score_parts(Transformer(ModelConfig(vocabulary=16, kind="encoder")))
     False
     """
-    try:
-        hooked(model)
-    except ValueError:
+    if not can_be_hooked(model):
         return False
-    return True
+    subject = hooked(model).model
+    return not (isinstance(subject, Transformer) and _why_no_sums(subject.config))
 
 
 def _own_parts(

@@ -81,8 +81,10 @@ class Block(nn.Module):
         else:
             self.cross_attention_norm = self.cross_attention = None
             self.cross_attention_post_norm = None
-        self.mlp_norm = norm_before()
-        self.mlp = (MixtureOfExperts if config.has_experts(layer) else Mlp)(config.at_layer(layer))
+        routed = config.has_experts(layer)
+        own_norms = routed and config.expert_norms
+        self.mlp_norm = nn.Identity() if own_norms else norm_before()
+        self.mlp = (MixtureOfExperts if routed else Mlp)(config.at_layer(layer))
         self.mlp_post_norm = norm(config) if both else None
         self.per_layer_gate = self.per_layer_out = self.per_layer_norm = None
         if P := config.per_layer_width:

@@ -49,6 +49,7 @@ _SIZES_OR_NONE = (
     "full_kv_heads",
     "shared_hidden",
     "dense_hidden",
+    "shared_expert",
     "temperature_floor",
 )
 _COUNTS = ("token_types", "experts", "shared_kv_layers", "per_layer_width")  # 0 is none
@@ -293,6 +294,14 @@ class ModelConfig:
     (DeepSeek V3). It is read from a checkpoint and does not learn."""
     router_scale: float = 1.0
     """Factor on the weights of the chosen experts (DeepSeek V3: 2.5)."""
+    shared_expert: int | None = None
+    """Width inside one more MLP, which every token uses beside its experts (DeepSeek V3, Qwen3.5).
+    None is no such MLP."""
+    shared_expert_gate: bool = False
+    """A factor on the output of that MLP, the sigmoid of a linear map of the token (Qwen3.5)."""
+    expert_norms: bool = False
+    """That MLP and the experts have norms of their own, before and after; the router reads the
+    stream by a further one, and every expert has a factor (Gemma 4)."""
 
     attention_dropout: float | None = None
     """Probability of dropping an attention weight. None is ``dropout``."""
@@ -386,12 +395,20 @@ class ModelConfig:
         Use(
             (
                 *("experts_per_token", "router", "router_normalise", "router_bias", "router_scale"),
-                "dense_layers",
+                *("dense_layers", "shared_expert"),
             ),
             "experts",
             lambda c: c.experts > 0,
         ),
         Use(("dense_hidden",), "dense_layers", lambda c: any(c.dense_layers)),
+        Use(("shared_expert_gate",), "shared_expert", lambda c: c.shared_expert is not None),
+        Use(
+            ("expert_norms",),
+            'a shared_expert, norm="rms" and norm_place="both"',
+            lambda c: (
+                (c.shared_expert, c.norm, c.norm_place) == (c.shared_expert or 0, "rms", "both")
+            ),
+        ),
         read_with("first_norm", "norm_place", "pre", "both"),
         Use(
             ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),

@@ -107,6 +107,8 @@ def _layer_flops(config: ModelConfig, layer: int, T: int, S: int) -> tuple[int, 
     mlp = expert = (6 if config.gated else 4) * T * M * config.mlp_width
     if config.has_experts(layer):
         mlp = config.experts_per_token * expert + 2 * T * M * config.experts
+        mlp += (6 if config.gated else 4) * T * M * (config.shared_expert or 0)
+        mlp += 2 * T * M * config.shared_expert_gate
     return projections, scores, mlp + 4 * T * M * config.per_layer_width
 
 

@@ -17,7 +17,14 @@ g = gate(x) and u = up(x).
 
 With ``router_bias`` the k largest p_e + b_e are taken, and their weights are those of p still; a is
 ``router_scale``. Softmax makes the experts compete; "sigmoid" weighs each by itself, as DeepSeek
-V3, GLM-4.5 and Kimi do.
+V3, GLM-4.5 and Kimi do. A shared expert is one more MLP, which no router chooses:
+
+    y = y + s MLP_shared(x),     s = 1, or sigmoid(W_s x) with ``shared_expert_gate``
+
+With ``expert_norms`` (Gemma 4) x is the stream, without the norm of the block, and with four norms
+n, the root mean square rms(x), a gain c of its entries and a factor f_e of every expert
+
+    z = W_r (c x / rms(x)) M^-1/2,     y = n1(sum_e f_e w_e MLP_e(n2(x))) + n3(MLP_shared(n4(x)))
 
 A sparse choice map may give fewer than k experts any weight; the others are then not computed.
 Tokens are sorted by expert and gathered once, (N k, M); every expert computes its segment of these
@@ -44,16 +51,18 @@ Shazeer et al. (2017), Outrageously large neural networks; Fedus, Zoph and Shaze
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, split
-from torch.nn.functional import dropout, gelu, linear, relu, silu
+from torch.nn.functional import dropout, gelu, linear, relu, rms_norm, silu
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fenchel.choice import by_name
 from fenchel.model.config import ModelConfig
+from fenchel.model.norm import norm
 from fenchel.model.sigma_linear import linear_map
 
 gelu_tanh = partial(gelu, approximate="tanh")
@@ -130,7 +139,8 @@ class Mlp(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A router and X experts: gate, up (X, F, M) and down (X, M, F), their biases (X, F), (X, M).
 
-    The biases, and that of the router, are there where linear maps of the block have one.
+    The biases, and that of the router, are there where linear maps of the block have one. A shared
+    expert is an ``Mlp`` beside them.
     """
 
     balance: Tensor | None
@@ -156,21 +166,48 @@ class MixtureOfExperts(nn.Module):
         self.router_bias = None
         if config.router_bias:  # no gradient reaches it: the k largest are no function of it
             self.router_bias = nn.Parameter(torch.zeros(X), requires_grad=False)
+        self.shared = self.shared_gate = None
+        if (width := config.shared_expert) is not None:
+            self.shared = Mlp(replace(config, hidden=width))
+            self.shared_gate = nn.Linear(M, 1, bias=False) if config.shared_expert_gate else None
+        self.router_gain = self.expert_scale = None
+        self.experts_norm = self.experts_post_norm = None
+        self.shared_norm = self.shared_post_norm = None
+        if config.expert_norms:
+            self.router_gain, self.epsilon = nn.Parameter(torch.ones(M)), config.epsilon
+            self.expert_scale = nn.Parameter(torch.ones(X))
+            self.experts_norm, self.experts_post_norm = norm(config), norm(config)
+            self.shared_norm, self.shared_post_norm = norm(config), norm(config)
         self.balance = None
 
     def forward(self, x_BTM: Tensor) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
-        x_NM = x_BTM.flatten(0, -2)
-        z_NX = self.router(x_NM)
+        z_NX = self.router(self._router_input(x_BTM).flatten(0, -2))
         p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
         b_X = self.router_bias
         expert_Nk = (p_NX if b_X is None else p_NX + b_X).topk(self.per_token, dim=-1).indices
         p_Nk = p_NX.gather(-1, expert_Nk)
         w_Nk = p_Nk / p_Nk.sum(-1, keepdim=True) if self.normalise else p_Nk
-        w_Nk = (w_Nk if self.scale == 1.0 else self.scale * w_Nk).to(x_NM.dtype)
+        w_Nk = w_Nk if self.scale == 1.0 else self.scale * w_Nk
+        w_Nk = w_Nk if self.expert_scale is None else self.expert_scale[expert_Nk] * w_Nk
         if self.training:
             self.balance = balance(p_NX, expert_Nk)
-        return self._experts(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
+        x_NM = _through(self.experts_norm, x_BTM).flatten(0, -2)
+        y_BTM = self._experts(x_NM, w_Nk.to(x_NM.dtype), expert_Nk).view_as(x_BTM)
+        y_BTM = _through(self.experts_post_norm, y_BTM)
+        if self.shared is None:
+            return y_BTM
+        s_BTM: Tensor = self.shared(_through(self.shared_norm, x_BTM))
+        if self.shared_gate is not None:
+            s_BTM = torch.sigmoid(self.shared_gate(x_BTM)) * s_BTM
+        return y_BTM + _through(self.shared_post_norm, s_BTM)
+
+    def _router_input(self, x_BTM: Tensor) -> Tensor:
+        if self.router_gain is None:
+            return x_BTM
+        M = x_BTM.shape[-1]
+        y_BTM: Tensor = rms_norm(x_BTM, (M,), None, self.epsilon) * self.router_gain * M**-0.5
+        return y_BTM
 
     def _experts(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
         """The experts of every token, each on its segment of the tokens sorted by expert."""
@@ -209,6 +246,12 @@ class MixtureOfExperts(nn.Module):
         if self.dropout:
             wide = dropout(wide, self.dropout, self.training)
         return linear(wide, down, down_bias)
+
+
+def _through(module: nn.Module | None, x: Tensor) -> Tensor:
+    """The output of a module; x itself where there is none."""
+    y: Tensor = x if module is None else module(x)
+    return y
 
 
 def _unbound(parameter: Tensor | None, X: int) -> Sequence[Any]:

@@ -31,13 +31,21 @@ def findings(result: Inspection) -> list[str]:
 
 
 def next_command(
-    result: Inspection, directory: str | Path, text: str, max_tokens: int | None = None
+    result: Inspection,
+    directory: str | Path,
+    text: str,
+    max_tokens: int | None = None,
+    *,
+    why: bool = True,
 ) -> str:
-    """The command that explains the sharpest head, on the same tokens of ``text``."""
-    head = _sharpest(result.heads)
-    words = ["fenchel", "inspect", str(directory), "--text", text]
+    """The command that explains the sharpest head, on the same tokens of ``text``.
+
+    Without ``why`` the one that removes every part of the model in turn.
+    """
+    head, command = _sharpest(result.heads), "inspect" if why else "ablate"
+    words = ["fenchel", command, str(directory), "--text", text]
     words += [] if max_tokens is None else ["--max-tokens", str(max_tokens)]
-    return shlex.join([*words, "--why", f"{head.layer}.{head.head}"])
+    return shlex.join([*words, "--why", f"{head.layer}.{head.head}"] if why else words)
 
 
 def _reading(result: Inspection) -> str:

@@ -62,8 +62,10 @@ def render(result: Inspection) -> str:
 
 def _header(result: Inspection, name: str) -> Html:
     subject = result.subject
+    some = subject.get("attention_layers", subject["layers"])
+    attending = "" if some == subject["layers"] else f", of which {some} attend,"
     sentence = (
-        f"{subject['family']}: {pluralise(subject['layers'], 'layer')} of "
+        f"{subject['family']}: {pluralise(subject['layers'], 'layer')}{attending} of "
         f"{pluralise(subject['heads'], 'head')}, {amount(subject['parameters'])} parameters, on "
         f"the first {pluralise(len(result.tokens), 'token')} "
         f"of {shorten(clean(result.text), 80)}."

@@ -81,6 +81,9 @@ def test_the_next_command_runs_where_there_is_one(
     assert "why head" in capsys.readouterr().out
     monkeypatch.setattr("fenchel.interpretability.has_score_parts", lambda _: False)
     assert main(words(run_directory, text_file, *more)) == 0
+    assert "Next  fenchel ablate" in capsys.readouterr().out
+    monkeypatch.setattr("fenchel.interpretability.can_be_hooked", lambda _: False)
+    assert main(words(run_directory, text_file, *more)) == 0
     assert "Next" not in capsys.readouterr().out
 
 

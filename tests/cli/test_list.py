@@ -113,7 +113,11 @@ def test_without_a_word_everything_is_listed(
     assert main(["list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert list(listed) == ["texts", "presets", "families", "cache", "runs", "checkpoints"]
-    assert [row["architecture"] for row in listed["families"]] == [f.architecture for f in FAMILIES]
+    classes = dict.fromkeys(family.architecture for family in FAMILIES)
+    assert [row["architecture"] for row in listed["families"]] == list(classes)
+    inside = {row["model_type"]: row["inside"] for row in listed["families"]}
+    assert inside["qwen3"] == ["qwen3_vl"]
+    assert inside["mistral"] == inside["ministral3"] == ["mistral3"]
     families = {row["architecture"]: row["presets"] for row in listed["families"]}
     assert sorted(name for names in families.values() for name in names) == sorted(PRESETS)
     assert families["Qwen3ForCausalLM"] == ["qwen3-0.6b"]

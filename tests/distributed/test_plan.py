@@ -130,6 +130,14 @@ def test_what_autograd_saves_per_position_and_layer(settings: dict[str, Any], a:
         assert 0.96 <= gathered / (LONG * expected) < 1.25
 
 
+def test_a_shared_expert_is_counted() -> None:
+    """In float32, beside the experts, whose formula is from below."""
+    settings = {"experts": 2, "shared_expert": 48, "shared_expert_gate": True}
+    more = [saved_by_layer(torch.float32, autocast=False, **s) for s in (settings, {"experts": 2})]
+    counted = [saved_per_position(small(**s), 4) for s in (settings, {"experts": 2})]
+    assert more[0] - more[1] == LONG * (counted[0] - counted[1])
+
+
 @pytest.mark.parametrize("a", [4, 2], ids=["float32", "autocast"])
 @pytest.mark.parametrize(
     "settings", [{}, {"dropout": 0.1}, {"choice": "entmax"}, {"experts": 2}], ids=str

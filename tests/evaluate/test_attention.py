@@ -66,6 +66,7 @@ def test_health_is_that_of_the_maps(ids: Tensor) -> None:
         {"positions": "alibi"},
         {"positions": "buckets"},
         {"sinks": True},
+        {"sinks": True, "sink_score": "token"},
         {"qk_norm": True},
         {"layer_choices": ("sparsemax", "softmax")},
         {"distinct_layers": 1},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import attend
+from fenchel.attention import AttentionCall, attend
 from fenchel.generation import Decoder, GenerationSettings, KVCache, Sampling, Scheduler
 from fenchel.generation.attention_trace import (
     LayerTrace,
@@ -318,3 +318,18 @@ def test_with_invariant_the_other_rows_change_no_bit_of_a_trace(name: str, livel
         return found
 
     assert traces() == traces(9, 21, 40)
+
+
+def test_sinks_of_the_token_are_traced_over_a_whole_text_only(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(sinks=True, sink_score="token"), prompts(1, 6)[0].tolist()
+    (found,) = trace_text(model, ids, 5, EVERYTHING)
+    seen: list[AttentionCall] = []
+    with torch.no_grad():
+        model(torch.tensor([ids[:5]]), attention_override=lambda _, call: seen.append(call))
+    for layer, call in zip(found.layers, seen, strict=True):
+        p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1][0, :, -1]
+        entropy = torch.special.entr(p.double()).sum(-1).mean()
+        assert layer.entropy == pytest.approx(float(entropy), rel=1e-4)
+    assert trace_settings({"confidence": True}, model.config).confidence
+    with pytest.raises(ValueError, match="attention of new tokens is not traced"):
+        trace_settings({"entropy": True}, model.config)

@@ -147,6 +147,7 @@ def test_bad_input_gets_a_sentence() -> None:
         with pytest.raises(ValueError, match=sentence):
             score_parts(build(), ids, *words)
     assert not has_score_parts(build(kind="encoder"))
+    assert not has_score_parts(build(layer_scale=True))
     with pytest.raises(ValueError, match="query 7 sees the keys 4 to 7 only, and not 3"):
         score_parts(build(windows=(4,)), ids, 1, 1, 7, 3)
 

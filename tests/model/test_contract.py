@@ -89,6 +89,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "scaled residual": {"residual_scale": "depth", "mlp": "relu"},
     "experts": {"experts": 4, "experts_per_token": 2},
     "experts in some layers": {"experts": 4, "dense_layers": (1, 0), "dense_hidden": 20},
+    "experts beside a shared one": {
+        "experts": 4,
+        "shared_expert": 20,
+        "shared_expert_gate": True,
+        "norm_place": "both",
+        "expert_norms": True,
+    },
     "experts, sparse": {"experts": 4, "experts_per_token": 3, "router": "sparsemax", "mlp": "gelu"},
     "untied, biased": {"tied": False, "lm_head_bias": True, "bias": True, "logit_scale": 0.5},
     "encoder": {"kind": "encoder", "positions": "learned", "token_types": 2, "pooler": True},

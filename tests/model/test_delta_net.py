@@ -10,8 +10,7 @@ from fenchel.checkpoints.peft_adapter import require_exchange
 from fenchel.generation import generate
 from fenchel.generation.decoder import Decoder
 from fenchel.generation.kv_cache import KVCache
-from fenchel.inspection.our_model import record_pass
-from fenchel.interpretability import ablate, lens
+from fenchel.interpretability import lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.qwen3_5 import QWEN3_5
 from fenchel.model.flops import forward_flops
@@ -105,8 +104,6 @@ def test_what_it_cannot_do_gets_one_sentence() -> None:
         (lambda: generate(model, IDS[:1, :4], max_new_tokens=2, step="cpu"), "delta_layers is"),
         (lambda: Decoder(model, invariant=True), "states of all rows at once"),
         (lambda: model.attention(0), "layer 0 is a gated DeltaNet"),
-        (lambda: record_pass(model, IDS[:1]), "layers of gated DeltaNet, which give no weights"),
-        (lambda: ablate(model, IDS[0, :6].tolist(), to="zero"), "layers of gated DeltaNet"),
     ):
         with pytest.raises(ValueError, match=says):
             refused()

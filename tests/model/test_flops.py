@@ -30,6 +30,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts in some layers": {
         "experts": 4, "experts_per_token": 4, "dense_layers": (1, 0), "dense_hidden": 20,
     },
+    "experts beside a shared one": {
+        "experts": 4, "experts_per_token": 4, "shared_expert": 20, "shared_expert_gate": True,
+    },
     "no head": {"lm_head": False, "kind": "encoder", "positions": "learned"},
     "no head, narrow embedding": {
         "lm_head": False, "kind": "encoder", "positions": "learned", "embedding_width": 16,

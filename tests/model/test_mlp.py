@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.functional import gelu, silu
 from transformers import Glm4MoeConfig, MixtralConfig
@@ -169,6 +169,32 @@ def test_one_expert_is_an_mlp(build: Build) -> None:
     x = stream()
     wide = silu(x @ part.gate[0].T) * (x @ part.up[0].T)
     torch.testing.assert_close(part(x), wide @ part.down[0].T)
+
+
+def test_a_shared_expert_is_an_mlp_for_every_token(build: Build) -> None:
+    part = build(layers=1, experts=4, shared_expert=16, shared_expert_gate=True).blocks[0].mlp
+    x, shared = stream(), part.shared
+    wide = silu(x @ shared.gate.weight.T) * (x @ shared.up.weight.T)
+    gate = 1 / (1 + (-x @ part.shared_gate.weight.T).exp())
+    expected = by_token(part, x, "softmax", "swiglu") + gate * (wide @ shared.down.weight.T)
+    torch.testing.assert_close(part(x), expected)
+    assert shared.up.weight.shape == (16, 24)
+
+
+def test_experts_with_norms_of_their_own_see_the_stream(build: Build) -> None:
+    """Whatever the length of the stream, their output has that of the gain of the last norm."""
+    settings = {"experts": 4, "shared_expert": 16, "expert_norms": True, "norm_place": "both"}
+    block = build(layers=1, epsilon=1e-12, **settings).blocks[0]
+    part, x = block.mlp, stream()
+    assert isinstance(block.mlp_norm, nn.Identity)
+    torch.testing.assert_close(part(1e3 * x), part(x))
+    with torch.no_grad():
+        part.shared_post_norm.weight.zero_()
+        part.experts_post_norm.weight.fill_(1.0)
+        y = part(x)
+        torch.testing.assert_close(y.square().mean(-1), torch.ones_like(y[..., 0]))
+        part.expert_scale.zero_()
+        assert not part(x).any()
 
 
 def test_with_mixtrals_weights_it_gives_mixtrals_answer(build: Build) -> None:

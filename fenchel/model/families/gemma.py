@@ -22,10 +22,16 @@ from fenchel.model.families.setting_rows import (
     flag,
     number_or_none,
     only,
-    unread,
     word,
 )
-from fenchel.model.families.tensor_rows import FUSED_QK, SAME, Row, weight
+from fenchel.model.families.tensor_rows import (
+    FIRST_ROWS,
+    FUSED_QK,
+    SAME,
+    SECOND_ROWS,
+    Row,
+    weight,
+)
 from fenchel.model.families.window_settings import periodic
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release has gelu
@@ -218,6 +224,29 @@ def _per_layer_embedding() -> Setting:
     return Setting(read, lambda m: {width: m.per_layer_width, rows: m.vocabulary})
 
 
+def _experts() -> Setting:
+    """Experts beside an MLP of another width (26B-A4B), or neither."""
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+
+    def read(c: ConfigReader) -> Settings:
+        if not c.flag("enable_moe_block", False):
+            c.ignore(keys)
+            return {}
+        if c.flag("use_double_wide_mlp", False):
+            raise c.wrong("use_double_wide_mlp", True, "false where there are experts")
+        ours = ("experts", "experts_per_token", "hidden")
+        sizes = {name: c.integer(key) for name, key in zip(ours, keys, strict=True)}
+        return {**sizes, "shared_expert": c.integer("intermediate_size"), "expert_norms": True}
+
+    def write(m: ModelConfig) -> Settings:
+        if not m.experts:
+            return {"enable_moe_block": False}
+        sizes = zip(keys, (m.experts, m.experts_per_token, m.mlp_width), strict=True)
+        return {"enable_moe_block": True, **dict(sizes), "intermediate_size": m.shared_expert}
+
+    return Setting(read, write)
+
+
 def _unused_keys(m: ModelConfig) -> str | None:
     """Keys and values that published files hold for layers that attend to those of others."""
     shared = [str(n) for n in range(m.layers) if m.kv_source(n) != n]
@@ -235,6 +264,22 @@ def _keys_only(m: ModelConfig, layer: int) -> bool:
 
 _QKV, _LAYER = "blocks.{}.attention.qkv.weight", "model.layers.{}"
 _Q, _K = (f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qk")
+_EXPERT_TENSORS = (
+    weight("blocks.{}.mlp.shared_norm", f"{_LAYER}.pre_feedforward_layernorm"),
+    weight("blocks.{}.mlp.shared_post_norm", f"{_LAYER}.post_feedforward_layernorm_1"),
+    weight("blocks.{}.mlp.experts_norm", f"{_LAYER}.pre_feedforward_layernorm_2"),
+    weight("blocks.{}.mlp.experts_post_norm", f"{_LAYER}.post_feedforward_layernorm_2"),
+    *(
+        weight(f"blocks.{{}}.mlp.shared.{x}", f"{_LAYER}.mlp.{x}_proj")
+        for x in ("gate", "up", "down")
+    ),
+    weight("blocks.{}.mlp.router", f"{_LAYER}.router.proj"),
+    Row("blocks.{}.mlp.router_gain", (f"{_LAYER}.router.scale",), SAME),
+    Row("blocks.{}.mlp.expert_scale", (f"{_LAYER}.router.per_expert_scale",), SAME),
+    Row("blocks.{}.mlp.gate", (f"{_LAYER}.experts.gate_up_proj",), FIRST_ROWS),
+    Row("blocks.{}.mlp.up", (f"{_LAYER}.experts.gate_up_proj",), SECOND_ROWS),
+    Row("blocks.{}.mlp.down", (f"{_LAYER}.experts.down_proj",), SAME),
+)
 GEMMA4 = replace(
     _family(
         "gemma4_text",
@@ -243,8 +288,7 @@ GEMMA4 = replace(
             *_both_sides(None),
             constant(qk_norm=True, value_norm=True, layer_scale=True, score_scale=1.0),
             only("use_bidirectional_attention", None, False, "vision"),  # of images alone
-            only("enable_moe_block", False),
-            unread("num_experts", "top_k_experts", "moe_intermediate_size"),
+            _experts(),
             _GEMMA4_POSITIONS,
             flag("keys_as_values", "attention_k_eq_v", False),
             *(_heads_without_a_window(), _shared_layers(), _per_layer_embedding()),
@@ -252,6 +296,7 @@ GEMMA4 = replace(
         *_BOTH_SIDES,
         Row(_QKV, (_Q,), SAME, at=_shares),
         Row(_QKV, (_Q, _K), FUSED_QK, at=_keys_only),
+        *_EXPERT_TENSORS,
         Row("blocks.{}.layer_scale", (f"{_LAYER}.layer_scalar",), SAME),
         weight("blocks.{}.per_layer_gate", f"{_LAYER}.per_layer_input_gate"),
         weight("blocks.{}.per_layer_out", f"{_LAYER}.per_layer_projection"),

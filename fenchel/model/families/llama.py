@@ -399,7 +399,16 @@ NANOCHAT = Family(
     ignored=IGNORED,
     defaults={"intermediate_size": 8192},
 )
-_EXPERTS = (unread("router_aux_loss_coef", "output_router_logits"),)
+EXPERT_LOSS = unread("router_aux_loss_coef", "output_router_logits")
+LISTED_EXPERTS = tuple(
+    Row(
+        f"blocks.{{}}.mlp.{x}",
+        (f"model.layers.{{}}.mlp.experts.{{expert}}.{x}_proj.weight",),
+        STACKED,
+    )
+    for x in ("gate", "up", "down")
+)
+"""Each expert with tensors of its own."""
 QWEN3_MOE = _family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -408,17 +417,10 @@ QWEN3_MOE = _family(
     size("experts", "num_experts", "num_local_experts", default=128),
     size("experts_per_token", "num_experts_per_tok", default=8),
     flag("router_normalise", "norm_topk_prob", False),
-    *(_dense_layers(), *_EXPERTS),
+    *(_dense_layers(), EXPERT_LOSS),
     tensors=(
         weight("blocks.{}.mlp.router", "model.layers.{}.mlp.gate"),
-        *(
-            Row(
-                f"blocks.{{}}.mlp.{x}",
-                (f"model.layers.{{}}.mlp.experts.{{expert}}.{x}_proj.weight",),
-                STACKED,
-            )
-            for x in ("gate", "up", "down")
-        ),
+        *LISTED_EXPERTS,
     ),
     num_key_value_heads=4,
     sliding_window=4096,
@@ -437,7 +439,7 @@ GPT_OSS = _family(
     *(only("swiglu_alpha", 1.702), only("swiglu_limit", 7.0)),
     size("experts", "num_local_experts", "num_experts", default=128),
     size("experts_per_token", "num_experts_per_tok", "experts_per_token", default=4),
-    *(unread("initial_context_length"), *_EXPERTS),
+    *(unread("initial_context_length"), EXPERT_LOSS),
     rotary=rope(
         150000.0,
         missing={

@@ -46,12 +46,12 @@ from fenchel.model.families.llama import (
     SMOLLM3,
 )
 from fenchel.model.families.modernbert import MODERNBERT, MODERNBERT_BODY
-from fenchel.model.families.qwen3_5 import QWEN3_5
+from fenchel.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
-    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT, QWEN3_5),
+    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED),
     *(GPT2, GPT_NEOX, BLOOM),
     *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
@@ -107,9 +107,33 @@ _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
             "max_position_embeddings": 32768,
         }
     },
+    "qwen3_5_moe": {
+        "qwen3_5_moe_text": {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32768,
+        }
+    },
+    "qwen3_vl": {
+        "qwen3_vl_text": {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 128000,
+            "rope_theta": 5e5,
+        }
+    },
 }
 """Larger models with a text model inside: its families, the first where none is named, and the
 settings that their classes have, which older files leave out."""
+_SAME_TEXT = {"qwen3_vl_text": "qwen3"}
+"""Text models that are those of another family where a text has no images."""
 _LONG_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -122,6 +146,10 @@ _PARTS = (
 _TOWERS = tuple(f"{outer}{part}." for part in _PARTS for outer in ("", "model."))
 MODEL_TYPES = frozenset({*(family.name for family in FAMILIES), *_TEXT_MODELS})
 """Every model_type that is read."""
+LARGER = {
+    outer: [_SAME_TEXT.get(name, name) for name in known] for outer, known in _TEXT_MODELS.items()
+}
+"""The families of the text models inside each larger model."""
 
 
 def family_of(
@@ -145,10 +173,10 @@ def family_of(
         raise ValueError(f"{kind} is a known family, and its files lack the tensors of one.")
     readers = ""
     if _in_transformers(model_type):
-        readers = "; fenchel inspect and fenchel attach read it through transformers"
-    names = ", ".join(dict.fromkeys([*(family.name for family in FAMILIES), *_TEXT_MODELS]))
+        readers = "; fenchel inspect, lens, ablate, patch and attach read it through transformers"
     obstacle = "" if config is None else _first_obstacle(config, tensors)
-    raise ValueError(f"{kind} is not a known family{readers}.{obstacle} Known are {names}.")
+    known = "fenchel list families has those that are known."
+    raise ValueError(f"{kind} is not a known family{readers}.{obstacle} {known}")
 
 
 def _text_model(
@@ -163,7 +191,8 @@ def _text_model(
             f"{where}: the text model of this {model_type} is of {printable(repr(name))}, which is "
             f"not read; {', '.join(known)} would be."
         )
-    family = family_of(name, tensors, where)
+    current = {_current_name(one) for one in tensors}
+    family = family_of(_SAME_TEXT.get(name, name), current, where)
     return replace(
         family,
         inner="text_config",
@@ -171,6 +200,14 @@ def _text_model(
         towers=_TOWERS,
         defaults={**known[name], **family.defaults},
     )
+
+
+def _current_name(name: str) -> str:
+    """A name in the directory of a larger model as its family has it."""
+    for long, own in _LONG_PREFIXES.items():
+        if name.startswith(long):
+            return own + name.removeprefix(long)
+    return name
 
 
 def _in_transformers(model_type: str) -> bool:
@@ -182,8 +219,25 @@ def _in_transformers(model_type: str) -> bool:
     return named and any((Path(place) / "models" / folder).is_dir() for place in places)
 
 
+_OBSTACLES = {
+    "index_topk": "an indexer chooses the keys",
+    "kv_lora_rank": "keys and values are made of one latent vector per token (MLA)",
+    "attention_chunk_size": "a query sees its own chunk of the text",
+    "mamba_d_state": "Mamba layers",
+    "ssm_state_size": "Mamba layers",
+    "altup_num_inputs": "several streams beside each other",
+}
+"""Settings of mechanisms that no known family has, and what they are."""
+
+
 def _first_obstacle(config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """What the known family with the most tensors in common cannot read; empty without one."""
+    """What stands in the way of a family that is not known: a mechanism by its setting, or what the
+    known family with the most tensors in common cannot read; empty without one."""
+    inner = config.get("text_config")
+    settings = {**config, **inner} if isinstance(inner, Mapping) else config
+    if key := next((one for one in _OBSTACLES if settings.get(one) not in (None, 0, False)), None):
+        value = printable(repr(settings[key]), 40)
+        return f" The first setting in the way is {key}={value}: {_OBSTACLES[key]}."
     nearest = max(FAMILIES, key=lambda family: family.shared_names(tensors))
     if not nearest.shared_names(tensors):
         return ""

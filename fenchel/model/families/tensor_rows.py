@@ -9,6 +9,8 @@
     FUSED_KV           keys and values are one matrix here and two there
     FIRST_HALF,        one tensor there holds the rows of two of ours (gate and up of Phi-3)
     SECOND_HALF
+    FIRST_ROWS,        and of every expert (Qwen3.5-MoE, Gemma 4)
+    SECOND_ROWS
     EVEN, ODD          and their entries in turn; with _COLUMNS they are transposed too (gpt-oss)
     STACKED            experts are one tensor here and a list there (Qwen3-MoE)
     LAST_ROWS          theirs has rows before ours that no position uses (RoBERTa); written as zeros
@@ -108,6 +110,18 @@ FLIPPED_QKV = Layout(_join_flipped, _split_flipped)
 FUSED_KV = Layout(lambda theirs, _: torch.cat(list(theirs)), lambda ours, _: list(ours.chunk(2)))
 FIRST_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[0], lambda ours, _: [ours], 2, 0)
 SECOND_HALF = Layout(lambda theirs, _: theirs[0].chunk(2)[1], lambda ours, _: [ours], 2, 1)
+
+
+def _rows_of_experts(part: int) -> Layout:
+    """A half of the rows (X, 2 F, M) of every expert."""
+
+    def join(theirs: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        return theirs[0].chunk(2, 1)[part].contiguous()
+
+    return Layout(join, lambda ours, _: [ours], 2, part, lambda parts: torch.cat(parts, 1))
+
+
+FIRST_ROWS, SECOND_ROWS = (_rows_of_experts(part) for part in (0, 1))
 
 
 def _every_second(first: int, *, transposed: bool) -> Layout:

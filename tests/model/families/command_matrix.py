@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from fenchel.evaluate.score import require_decoder
 from fenchel.generation import generate
@@ -18,7 +19,6 @@ from fenchel.inspection.our_model import record_pass, require_choice
 from fenchel.interpretability import ablate, lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import FAMILIES
-from fenchel.pipeline.preparation import memory
 from fenchel.pipeline.tuning import tune_settings
 from fenchel.server.embeddings import Embedder
 from fenchel.steering import difference_of_means, divergence
@@ -39,7 +39,17 @@ def embedded(model: Transformer) -> None:
 
 
 def tuned(model: Transformer) -> None:
-    memory(tune_settings({}, Path("checkpoint"), model.config), model, torch.device("cpu"))
+    tune_settings({}, Path("checkpoint"), model.config)
+    gradients(model)
+
+
+def gradients(model: Transformer) -> None:
+    """Of the loss, for every weight that learns."""
+    logits = model(IDS)
+    loss = cross_entropy(logits[0, :-1], IDS[0, 1:])
+    learning = [p for p in model.parameters() if p.requires_grad]
+    if not all(bool(g.isfinite().all()) for g in torch.autograd.grad(loss, learning)):
+        raise ValueError("a gradient is not finite.")
 
 
 def inspected(model: Transformer) -> None:
@@ -48,10 +58,11 @@ def inspected(model: Transformer) -> None:
 
 
 def certified(model: Transformer, why: Callable[..., str | None] = why_not) -> None:
+    """Whether a layer is, of those that attend."""
     inspected(model)
-    for record in record_pass(model, IDS).records:
-        if reason := why(record):
-            raise ValueError(reason)
+    reasons = [why(record) for record in record_pass(model, IDS).records if record.call]
+    if all(reasons):
+        raise ValueError(reasons[0])
 
 
 def certified_blocks(model: Transformer) -> None:
@@ -103,7 +114,7 @@ def matrix() -> str:
         f"| family | {' | '.join(COLUMNS)} |",
         f"| --- |{' --- |' * len(COLUMNS)}",
     ]
-    for family in FAMILIES:
+    for family in {family.architecture: family for family in FAMILIES}.values():
         config = ModelConfig(**{**SIZES, **SMALLEST[family.architecture]})
         if not config.lm_head:
             continue

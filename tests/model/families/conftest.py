@@ -254,6 +254,20 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **QWEN3_MOE,
+            "num_attention_heads": 6,
+            "shared_expert_intermediate_size": 20,
+            "layer_types": [LINEAR_LAYER, ALL, LINEAR_LAYER],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "phi3": (
         "Phi3",
         {
@@ -305,6 +319,19 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma4 with experts": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "layer_types": [NEAR, ALL, NEAR, NEAR, ALL],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
             "final_logit_softcapping": 9.0,
         },
     ),
@@ -362,7 +389,7 @@ def foreign() -> Callable[[str], Any]:
     def build(name: str) -> Any:
         if name not in made:
             kind, settings = FAMILIES[name]
-            text = "Text" if kind in ("Gemma3", "Gemma4", "Qwen3_5") else ""
+            text = "Text" if kind in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
             config = getattr(transformers, f"{kind}{text}Config")(**settings)
             config._attn_implementation = "eager"
             head = HEADS.get(kind, "ForCausalLM")

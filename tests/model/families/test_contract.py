@@ -24,6 +24,7 @@ from fenchel.choice.by_name import choice_record
 from fenchel.generation import generate
 from fenchel.hf import attach
 from fenchel.model import Transformer
+from fenchel.model.families import FAMILIES
 from fenchel.model.families.family import resolved
 
 Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
@@ -94,7 +95,7 @@ def test_an_attached_map_is_read_with_the_directory(
     if type(theirs).__name__.startswith(("Bloom", "MPNet")):  # compute their attention themselves
         return
     with attach(theirs, choice):
-        torch.testing.assert_close(our_logits(model), their_logits(theirs), atol=5e-5, rtol=0)
+        torch.testing.assert_close(our_logits(model), their_logits(theirs), atol=1e-4, rtol=0)
 
 
 def test_a_map_that_cannot_be_is_refused_by_its_file(written: Written) -> None:
@@ -145,7 +146,7 @@ def test_in_and_out_again_settings_and_weights_are_the_same(
 TRAINED = (
     *("granite", "phi3", "olmo2", "olmo3", "smollm3 with windows"),
     *("ministral3", "nanochat", "gpt-oss", "mpnet", "modernbert", "qwen3.5"),
-    *("gemma4", "gemma4, keys as values"),
+    *("gemma4", "gemma4, keys as values", "gemma4 with experts", "qwen3.5-moe"),
 )
 
 
@@ -162,8 +163,10 @@ def test_gradients_are_those_of_transformers(name: str, foreign: Foreign, writte
         for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             weight.grad = gradient
     mine = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
-    found = write_weights(mine, family_of_model(model), model.config, None)
-    assert found.keys() == parameters.keys()
+    name = family_of_model(model).name
+    layouts = (family for family in FAMILIES if family.name == name)  # experts stacked or listed
+    written = (write_weights(mine, family, model.config, None) for family in layouts)
+    found = next(tensors for tensors in written if tensors.keys() == parameters.keys())
     for key, gradient in found.items():
         expected, parameters[key].grad = parameters[key].grad, None
         torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-4)

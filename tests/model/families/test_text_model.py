@@ -20,7 +20,16 @@ from fenchel.generation import generate
 from fenchel.inspection import open_model
 from fenchel.inspection.our_model import OurModel
 from fenchel.model.families import family_of
-from tests.model.families.conftest import ALL, GEMMA4, GROUPED, NEAR, YARN, distinctive, stirred
+from tests.model.families.conftest import (
+    ALL,
+    GEMMA4,
+    GROUPED,
+    NEAR,
+    QWEN3_MOE,
+    YARN,
+    distinctive,
+    stirred,
+)
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 IDS = torch.randint(3, 70, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -32,6 +41,14 @@ EYES = {
     "intermediate_size": 20,
     "image_size": 16,
     "patch_size": 8,
+}
+QWEN_EYES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
 }
 LARGER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
@@ -92,15 +109,40 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
                     "mrope_interleaved": True,
                 },
             },
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "intermediate_size": 20,
-                "num_heads": 2,
-                "out_hidden_size": 48,
-                "num_position_embeddings": 16,
-            },
+            "vision_config": QWEN_EYES,
             "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            "text_config": {
+                **QWEN3_MOE,
+                "shared_expert_intermediate_size": 20,
+                "layer_types": ["linear_attention", "linear_attention", ALL],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 12,
+            },
+            "vision_config": QWEN_EYES,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                **TEXT,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 700.0,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {**QWEN_EYES, "deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": True,
         },
     ),
 }
@@ -110,6 +152,8 @@ WRITTEN_AS = {
     "mistral3": "mistral",
     "mistral3 of 2512": "ministral3",
     "qwen3.5": "qwen3_5_text",
+    "qwen3.5-moe": "qwen3_5_moe_text",
+    "qwen3-vl": "qwen3",
 }
 
 
@@ -161,7 +205,7 @@ def test_its_text_model_is_read_and_what_is_left_out_is_said_once(
     eyes = r"(model\.)?(vision_tower|visual)\.\* \(\d+ tensors\), "
     said = rf"as {WRITTEN_AS[name]}; left out are {eyes}"
     bridge = r"(multi_modal_projector|model\.embed_vision)\.\* \(\d tensors\), "
-    assert re.search(said + ("" if name == "qwen3.5" else bridge) + ".*vision_", str(notice))
+    assert re.search(said + ("" if "qwen" in name else bridge) + ".*vision_", str(notice))
     torch.testing.assert_close(logits_of(model), logits_of(theirs), atol=2e-5, rtol=0)
     greedy = theirs.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert generate(model, IDS, max_new_tokens=8, temperature=0.0).tolist() == greedy.tolist()
@@ -201,6 +245,33 @@ def test_names_of_files_between_two_versions_are_read(
         weights[new or f"model.{name}"] = weights.pop(name)
     save_file(weights, target / WEIGHTS)
     torch.testing.assert_close(logits_of(load_model(target)), logits_of(theirs), atol=2e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::fenchel.files.Notice")
+def test_experts_that_lie_in_one_tensor_are_read(
+    larger: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """Files hold the experts of Qwen3.5 one by one, or as transformers computes with them."""
+    theirs, path = larger("qwen3.5-moe")
+    target = copy(path, tmp_path / "stacked")
+    weights = load_file(target / WEIGHTS)
+    for mlp in {name.partition(".experts.")[0] for name in weights if ".experts." in name}:
+        gate, up, down = (
+            torch.stack([weights.pop(f"{mlp}.experts.{e}.{x}_proj.weight") for e in range(5)])
+            for x in ("gate", "up", "down")
+        )
+        weights[f"{mlp}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        weights[f"{mlp}.experts.down_proj"] = down
+    save_file(weights, target / WEIGHTS)
+    model = load_model(target)
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), atol=2e-5, rtol=0)
+    save(model, None, tmp_path / "written")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    torch.testing.assert_close(logits_of(back), logits_of(theirs), atol=2e-5, rtol=0)
+    weights = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    save_file(weights, target / WEIGHTS)
+    with pytest.raises(ValueError, match="is a known family, and its files lack the tensors"):
+        load_model(target)
 
 
 @pytest.mark.filterwarnings("ignore::fenchel.files.Notice")

@@ -438,7 +438,7 @@ def test_a_number_gives_the_pattern_of_windows(written: Written) -> None:
         ("llama linear", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, "with experts in the others"),
         ("qwen3-moe", {"mlp_only_layers": "1"}, "a list of whole numbers"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True is a variant"),
+        ("gemma4", {"enable_moe_block": True}, "should be false where there are experts"),
         ("gemma4", {"vocab_size_per_layer_input": 71}, "fenchel has one vocabulary"),
         ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}}}, "an object for the layers"),
         (
@@ -486,16 +486,21 @@ def test_a_soft_cap_that_transformers_does_not_apply_is_named(written: Written) 
 @pytest.mark.parametrize(
     ("model_type", "changes", "says"),
     [
-        ("olmo", {"clip_qkv": 8.0}, "fenchel inspect and fenchel attach read it .* clip_qkv is no"),
+        ("olmo", {"clip_qkv": 8.0}, "patch and attach read it through .* clip_qkv is no"),
         ("cohere", {"attention_bias": True}, "Nearest is llama, for which attention_bias=True"),
         (
             "stablelm",
             {},
-            "not a known family; fenchel inspect and .* transformers. Known are llama",
+            "not a known family; fenchel inspect, .* transformers. fenchel list families has",
         ),
-        ("llama4_text", {}, "not a known family; fenchel inspect and fenchel attach read it"),
-        ("unheard", {}, "'unheard' is not a known family. Known are llama, mistral"),
-        ("../gpt2", {}, "'../gpt2' is not a known family. Known are"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 8192},
+            r"attach read .* in the way is attention_chunk_size=8192: a query sees its own chunk",
+        ),
+        ("deepseek_v3", {"kv_lora_rank": 512}, r"kv_lora_rank=512: .* \(MLA\)\. fenchel list"),
+        ("unheard", {}, "'unheard' is not a known family. fenchel list families has"),
+        ("../gpt2", {}, "'../gpt2' is not a known family. fenchel list"),
     ],
 )
 def test_an_unlisted_family_is_refused_with_what_reads_it_and_its_first_obstacle(
