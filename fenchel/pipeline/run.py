@@ -216,6 +216,8 @@ def _begin(task: Task) -> Outcome:
                 task.config = resolve_steps(
                     task.config, task.model, task.batches, task.callback, world
                 )
+            if (note := task.repetition()) is not None:
+                task.callback.message(note)
             if world.first:  # everything that can be refused has been checked
                 require_room(task.model, run)
                 record_corpus(run, task.corpus)

@@ -53,6 +53,10 @@ SHORT_VALIDATION = 1000
 """Bytes of held-out text below which its loss is mostly chance."""
 
 
+MANY_PASSES, MANY_PARAMETERS = 4, 10
+"""Passes over a text and parameters per token of it from which a run is said to memorise it."""
+
+
 class Task:
     """A fresh model on windows of a text."""
 
@@ -204,6 +208,19 @@ class Task:
         health = attention_health(self.model, ids.to(self.device))
         reshard(self.model)
         return health
+
+    def repetition(self) -> str | None:
+        """A sentence where a large model reads a short text many times."""
+        train, tokens = self.config.train, max(1, self.corpus.facts.train_tokens)
+        passes = (train.steps or 0) * train.batch * self.config.row_length / tokens
+        parameters = sum(p.numel() for p in self.model.parameters())
+        if passes < MANY_PASSES or parameters < MANY_PARAMETERS * tokens:
+            return None
+        return (
+            f"The run reads {tokens:,} tokens {passes:.0f} times with {parameters:,} parameters, "
+            "which memorise them: more text or fewer steps predict new text better. The best "
+            "checkpoint is kept."
+        )
 
     def constraint(self) -> ConstrainFunction | None:
         """What moves the weights back after a step; None where nothing does."""

@@ -274,6 +274,9 @@ class TuneTask(Task):
         self.config = replace(self.config, train=train)
         self.require_possible()
 
+    def repetition(self) -> None:
+        """Nothing to say: passes over the documents are what is asked for."""
+
     def training_batches(self) -> PackedBatches:
         """The documents, packed into rows."""
         return document_batches(self.config, self.corpus, validation=False)

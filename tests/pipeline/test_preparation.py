@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from fenchel.distributed.processes import ALONE
 from fenchel.model import Transformer
 from fenchel.pipeline import preparation
 from fenchel.pipeline.config import settings
+from fenchel.pipeline.task import Task
+from fenchel.pipeline.tuning import TuneTask
 from fenchel.torch_internals import has_forward_hooks
 from fenchel.train import RunDir, Stepper, StepTime, loop
 
@@ -405,3 +408,19 @@ def test_blocks_are_compiled_where_a_gpu_is_busy_for_a_minute(
 def test_compiling_that_is_asked_for_needs_no_gpu() -> None:
     config = settings({"train": {"compile": True}})
     assert preparation.compiles_blocks(config, CPU, 1, ALONE)
+
+
+def test_a_large_model_that_reads_a_short_text_many_times_says_so() -> None:
+    model = torch.nn.Linear(100, 50, bias=False)
+
+    def said(passes: float, tokens: int, task: type[Task] = Task) -> str | None:
+        steps = int(passes * tokens / 32)  # two rows of 16 tokens per step
+        facts = SimpleNamespace(facts=SimpleNamespace(train_tokens=tokens))
+        config = config_of(train={"steps": steps})
+        run: Any = SimpleNamespace(config=config, corpus=facts, model=model)
+        return task.repetition(run)
+
+    assert "480 tokens 5 times with 5,000 parameters" in str(said(5.0, 480))
+    assert said(3.9, 480) is None
+    assert said(5.0, 640) is None
+    assert said(5.0, 480, TuneTask) is None
