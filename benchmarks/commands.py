@@ -22,6 +22,7 @@ with transformers: torch.compile and fused AdamW in bfloat16 on a GPU, ``from_pr
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -40,6 +41,7 @@ from benchmarks.train_cpu import gpt2, llama
 from fenchel.data import open_text
 from fenchel.pipeline import settings
 
+ROOT = Path(__file__).parents[1]
 PROMPT, NEW, TUNED, INSPECTED = "The Congress of the United States", 64, 20, 1024
 JOBS = ("train", "generate", "tune", "inspect")
 EVALUATIONS, ROWS = 10, 32
@@ -83,7 +85,7 @@ def measure(folder: Path, preset: str, given: argparse.Namespace) -> Iterator[di
         ours += [*more, "--out", str(out)]
         config = {"preset": preset, "steps": steps, "tokenizer": str(out / "tokenizer.json")}
         if "train" not in jobs:
-            _run([sys.executable, "-m", "fenchel", *ours])
+            _run([sys.executable, "-m", "fenchel", *ours], folder)
             continue
         yield {
             **_compare("train", folder, config, ours, given.rounds, again=out),
@@ -92,7 +94,7 @@ def measure(folder: Path, preset: str, given: argparse.Namespace) -> Iterator[di
             **_losses(out, folder),
         }
     run, model = folder / f"ours-{whole[0]}", folder / "model"
-    _run([sys.executable, "-m", "fenchel", "convert", str(run), str(model)])
+    _run([sys.executable, "-m", "fenchel", "convert", str(run), str(model)], folder)
     part = folder / "part.txt"
     part.write_text(text.read_text()[:200_000])
     read, tuned = ["--text", str(part)], str(folder / "tuned")
@@ -126,9 +128,9 @@ def _compare(
     for _ in range(rounds):
         if again is not None:
             shutil.rmtree(again, ignore_errors=True)
-        seconds["fenchel"].append(_run([sys.executable, "-m", "fenchel", *ours]))
+        seconds["fenchel"].append(_run([sys.executable, "-m", "fenchel", *ours], folder))
         peer = [sys.executable, "-m", "benchmarks.commands", "--peer", job, str(folder)]
-        seconds["transformers"].append(_run(peer))
+        seconds["transformers"].append(_run(peer, folder))
     pairs = zip(seconds["transformers"], seconds["fenchel"], strict=True)
     return {
         "job": job,
@@ -138,9 +140,13 @@ def _compare(
     }
 
 
-def _run(command: list[str]) -> float:
+def _run(command: list[str], folder: Path) -> float:
+    """Seconds of a command in a folder, where it may leave pages."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return time.perf_counter() - began
