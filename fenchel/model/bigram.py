@@ -35,8 +35,8 @@ tokens are followed by the same ones, which is a better start than none (docs/lo
 
 The decomposition is that of Halko, Martinsson and Tropp (2011): a random range finder with power
 iterations. X is a sparse matrix minus one of rank one, and is never written out: the cost grows
-with the pairs that occur, not with V^2. It is computed on ``device``: 50,257 tokens of width 768
-take 15 s on one core and less than one on an H200.
+with the pairs that occur, not with V^2. It is computed on ``device``: on one core 50,257 tokens of
+width 768 take 15 s.
 
 M width of the stream, V vocabulary, N pairs counted, Z pairs that occur.
 """
