@@ -91,8 +91,9 @@ are vendors' numbers, and bytes are checked against torch's own collectives in a
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import ceil, prod
+from math import ceil, isqrt, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -461,17 +462,20 @@ def micro_batches(train: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
 
     >>> [one.accumulate for one in micro_batches(TrainConfig(batch=12), ranks=2)]
     [1, 3, 6, 12]
+    >>> [one.accumulate for one in micro_batches(TrainConfig(batch=6), ranks=2)]
+    [1, 6]
     """
     if train.accumulate is not None or train.cells is not None:
         yield train
         return
+    small = [n for n in range(1, isqrt(train.batch) + 1) if train.batch % n == 0]
     seen = set[int]()
-    for parts in range(1, train.batch + 1):
-        one = replace(train, accumulate=parts) if train.batch % parts == 0 else train
-        if one is train or train.batch % (cells := cell_count(one, ranks)) or cells in seen:
-            continue
-        seen.add(cells)
-        yield one
+    for parts in sorted({*small, *(train.batch // n for n in small)}):
+        one = replace(train, accumulate=parts)
+        with suppress(ValueError):  # a number of cells that does not divide the batch
+            if (cells := cell_count(one, ranks)) not in seen:
+                seen.add(cells)
+                yield one
 
 
 def _divided(

@@ -46,6 +46,7 @@ from fenchel.model import Transformer, training_flops
 from fenchel.model.bigram import applies_to, start_from_bigrams
 from fenchel.model.lora import add_lora
 from fenchel.model.transformer import meta_model
+from fenchel.operating_system import SYSTEM
 from fenchel.optim import Schedule, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.pipeline.lipschitz import projection
@@ -224,7 +225,8 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     weights, gradients and one moment of the optimiser, 12 bytes per parameter, and per token and
     layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each; with
     train.recompute the input of every block, and those of one. Of several processes each has its
-    cells of the tokens, and its share of weights that are divided.
+    cells of the tokens, and its share of weights that are divided. The ids of a batch are on the
+    host, as inputs and as targets.
     """
     c, train = config.model, config.train
     least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
@@ -254,6 +256,13 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
             f"{amount(per_parameter * parameters)} for {parameters:,} parameters and the rest for "
             f"{tokens:,} tokens at once, and {device} has {amount(there)}; choose a smaller model "
             f"or batch, {less}."
+        )
+    ids, host = 16 * train.batch * config.row_length, SYSTEM.memory()
+    if ids > host // 2:
+        raise ValueError(
+            f"train.batch={train.batch} sequences of {config.row_length} tokens need {amount(ids)} "
+            f"of memory for their ids alone, and this machine has {amount(host)}; choose a smaller "
+            "batch."
         )
 
 

@@ -135,10 +135,12 @@ def test_sampling_settings_of_a_checkpoint_hold_unless_a_flag_is_given(
     assert main(words) == 0
     begins = "A text begins with <|end|>, the model's begin token.\n"
     assert capsys.readouterr().err == begins
-    say(exported, do_sample=True, temperature=1.7, top_k=30, repetition_penalty=1.2)
     flags = ["--temperature", "1.7", "--top-k", "30", "--repetition-penalty", "1.2"]
+    # of the same file: other weights in memory have another alignment, and may round otherwise
+    by_flags = text_of([*words, *flags, "--top-p", "1"], capsys)
+    say(exported, do_sample=True, temperature=1.7, top_k=30, repetition_penalty=1.2)
     by_file = text_of(words, capsys)
-    assert by_file == text_of(["generate", run, *words[2:], *flags, "--top-p", "1"], capsys)
+    assert by_file == by_flags
     assert by_file != silent
     back = ["--temperature", "0.8", "--top-k", "300", "--top-p", "0.95"]
     assert text_of([*words, *back, "--repetition-penalty", "1"], capsys) == silent
