@@ -205,7 +205,7 @@ class Small:
         assert self.config.steps is not None
         return self.config.steps
 
-    def loop(self) -> Loop:
+    def loop(self, **budget: Any) -> Loop:
         folder, wrong = run_checkpoint.newest(self.run.checkpoints)
         assert not wrong
         progress = Progress()
@@ -221,6 +221,7 @@ class Small:
             probe=self.probe,
             callback=self.ear,
             progress=progress,
+            **budget,
         )
 
     @torch.no_grad()
