@@ -17,6 +17,7 @@ from fenchel.data import sandbox
 from fenchel.distributed import processes
 from fenchel.operating_system import SYSTEM, Posix, System, Windows
 from tests.conftest import POSIX
+from tests.windows import PARTS
 
 PACKAGE = Path(fenchel.__file__).parent
 ROOT = PACKAGE.parent
@@ -104,6 +105,8 @@ SIMULATED = (
 def test_the_suite_passes_with_windows_in_the_place_of_this_system() -> None:
     assert isinstance(SYSTEM, Posix)
     assert all(POSIX.values())
+    assert all((ROOT / part).exists() for part in PARTS)
+    assert all(any(Path(one).is_relative_to(part) for part in PARTS) for one in SIMULATED)
     quick = ["-x", "-k", "not flipped", "-rs", "-p", "no:cacheprovider"]  # no bits of files
     command = [sys.executable, "-m", "tests.windows", *quick, *SIMULATED]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
