@@ -5,7 +5,7 @@
 writes docs/quick_reference.md (every concept: formula, meaning, function, lesson), docs/glossary.md,
 docs/pitfalls.md (symptom, detector, remedy, lesson; of docs/pitfalls.toml and of fenchel doctor),
 docs/errata.md (often said, true, why, by lesson; of docs/errata.toml), docs/attentions.md (every
-published attention as one problem) and docs/coverage.md (every requirement: function, test, lesson
+published attention as one problem) and tests/coverage.md (every requirement: function, test, lesson
 or page). tests/test_reference.py holds the pages to the code: names must exist, detectors must
 find their mistake, and the pages must be what this module writes.
 """
@@ -720,8 +720,8 @@ class Requirement(NamedTuple):
 
 
 def requirements() -> list[Requirement]:
-    """The rows of docs/coverage.toml."""
-    table = tomllib.loads((ROOT / "docs" / "coverage.toml").read_text())
+    """The rows of tests/coverage.toml."""
+    table = tomllib.loads((ROOT / "tests" / "coverage.toml").read_text())
     return [
         Requirement(
             name,
@@ -749,7 +749,7 @@ def coverage_page() -> str:
     rows = []
     for one in requirements():
         places = [f"lesson `{each.name}`" for each in claimed.get(one.id, [])]
-        places += [f"[{page}]({page})" for page in one.pages]
+        places += [f"[{page}](../docs/{page})" for page in one.pages]
         functions = ", ".join(f"`{name}`" for name in one.functions)
         tests = ", ".join(f"`{name}`" for name in one.tests)
         cells = (
@@ -764,7 +764,7 @@ def coverage_page() -> str:
             "# Coverage",
             "",
             "Every requirement and erratum of the project, with the function that answers it, a test, and the lesson or page where a",
-            "reader meets it. The table is made from docs/coverage.toml and from the claims of the lessons, each of which the test suite",
+            "reader meets it. The table is made from tests/coverage.toml and from the claims of the lessons, each of which the test suite",
             "evaluates: a claim states its ids beside the condition that must hold. A test is named where it checks the id itself; where none",
             "does, the claim of the lesson is the check. The build fails if an id has neither.",
             "",
@@ -807,20 +807,19 @@ def errata_page() -> str:
 
 
 PAGES = {
-    "attentions.md": variants_page,
-    "quick_reference.md": quick_reference,
-    "glossary.md": glossary,
-    "pitfalls.md": pitfalls_page,
-    "coverage.md": coverage_page,
-    "errata.md": errata_page,
+    "docs/attentions.md": variants_page,
+    "docs/quick_reference.md": quick_reference,
+    "docs/glossary.md": glossary,
+    "docs/pitfalls.md": pitfalls_page,
+    "docs/errata.md": errata_page,
+    "tests/coverage.md": coverage_page,
 }
 
 
 def write() -> None:
     """Write every page."""
-    folder = ROOT / "docs"
     for name, make in PAGES.items():
-        (folder / name).write_text(make())
+        (ROOT / name).write_text(make())
 
 
 if __name__ == "__main__":

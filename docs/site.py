@@ -44,8 +44,6 @@ NAVIGATION = {
     "code_of_conduct",
 }
 """Sections of the sidebar, and their pages in order; API stands for those of the packages."""
-NOT_ON_SITE = {"coverage"}
-"""Pages for those who work on the project."""
 ENTRY = "---\norphan: true\nnosearch: true\n---\n\n"
 """Above an entry of the log: its index leads to it, and the search leaves it out."""
 COURSE = """
@@ -73,12 +71,8 @@ def write(source: Path) -> None:
     pages = {path.relative_to(ROOT).as_posix(): path for path in DOCS.rglob("*.md")}
     pages |= {name: ROOT / name for name in MOVED if (ROOT / name).exists()}
     for name, path in pages.items():
-        if Path(name).stem not in NOT_ON_SITE:
-            text = relocate(path.read_text(encoding="utf-8"), path.parent, place(name), source)
-            save(
-                source / place(name),
-                (ENTRY if name.startswith("docs/log/") else "") + formulas(text),
-            )
+        text = relocate(path.read_text(encoding="utf-8"), path.parent, place(name), source)
+        save(source / place(name), (ENTRY if name.startswith("docs/log/") else "") + formulas(text))
     if os.environ.get("COURSE"):
         lessons = source / "lessons.md"
         lessons.write_text(lessons.read_text(encoding="utf-8").replace("\n", COURSE, 1), "utf-8")
@@ -129,7 +123,7 @@ def relocate(text: str, folder: Path, page: str, source: Path) -> str:
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(target, copied)
             return f"]({upwards(page)}pictures/{target.name})"
-        if target.suffix != ".md" or target.stem in NOT_ON_SITE or target.is_dir():
+        if target.suffix != ".md" or target.is_dir():
             return f"]<{name}>"  # a file of the repository
         return f"]({upwards(page)}{place(name)}{link[2] or ''})"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fenchel.checkpoints import Progress, run_checkpoint
 from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
-from fenchel.operating_system import SYSTEM
+from fenchel.operating_system import SYSTEM, Posix
 from fenchel.optim import OptimConfig, build_beta2, build_optimiser, build_schedule
 from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 
@@ -32,6 +32,23 @@ settings.register_profile(
     "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+POSIX = {
+    "hang-ups": SYSTEM.hangup is not None,
+    "sessions": isinstance(SYSTEM, Posix),
+    "locked folders": isinstance(SYSTEM, Posix),
+    "several processes": SYSTEM.trains_in_parallel,
+}
+"""What a test of POSIX itself needs, as in ``needs_posix("hang-ups")``, and whether it is here."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The one rule by which tests of POSIX itself are left out on Windows and its stand-in."""
+    for marker in item.iter_markers("needs_posix"):
+        for name in marker.args:
+            if not POSIX[name]:
+                pytest.skip(f"needs {name}, which {type(SYSTEM).__name__} lacks")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -205,7 +222,7 @@ class Small:
         assert self.config.steps is not None
         return self.config.steps
 
-    def loop(self) -> Loop:
+    def loop(self, **budget: Any) -> Loop:
         folder, wrong = run_checkpoint.newest(self.run.checkpoints)
         assert not wrong
         progress = Progress()
@@ -221,6 +238,7 @@ class Small:
             probe=self.probe,
             callback=self.ear,
             progress=progress,
+            **budget,
         )
 
     @torch.no_grad()

@@ -241,6 +241,7 @@ def dead_process() -> int:
     return child.pid
 
 
+@pytest.mark.needs_posix("locked folders")
 def test_beside_a_folder_only_what_its_dead_writers_left_is_taken(tmp_path: Path) -> None:
     dead = dead_process()
     (tmp_path / "somewhere").mkdir()
@@ -277,6 +278,7 @@ def test_a_file_that_no_writer_leaves_is_not_swept(kind: str, tmp_path: Path) ->
     assert kind != "link" or (mine / "train.bin").exists()
 
 
+@pytest.mark.needs_posix("locked folders")
 def test_a_folder_is_not_taken_while_its_writer_holds_it_though_its_process_is_not_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

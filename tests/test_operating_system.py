@@ -3,6 +3,7 @@
 import ast
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import fenchel
 from fenchel.data import sandbox
 from fenchel.distributed import processes
 from fenchel.operating_system import SYSTEM, Posix, System, Windows
+from tests.conftest import POSIX
+from tests.windows import PARTS
 
 PACKAGE = Path(fenchel.__file__).parent
 ROOT = PACKAGE.parent
@@ -94,30 +97,22 @@ SIMULATED = (
     "tests/checkpoints/test_run_checkpoint.py tests/cli/test_output_paths.py "
     "tests/data/test_chat.py tests/train/test_loop.py tests/train/test_loop_stop_signals.py"
 ).split()
-"""Files, locks, run directories, outputs, child processes and signals."""
-OF_POSIX = {
-    "test_beside_a_folder_only_what_its_dead_writers_left_is_taken": "folders are not locked",
-    "test_a_folder_is_not_taken_while_its_writer_holds_it_though": "folders are not locked",
-    "test_the_child_ends_with_its_template_and_ctrl_c_does_not": "it looks at the session",
-    "hangup": "there is no SIGHUP",
-    "flipped": "the same bytes on every system; it takes seconds",
-}
+"""Files, locks, run directories, outputs, child processes and signals: the quick ones of PARTS."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is made of locks of Linux")
+@pytest.mark.needs_posix("sessions")
 def test_the_suite_passes_with_windows_in_the_place_of_this_system() -> None:
     assert isinstance(SYSTEM, Posix)
-    apart = "not (" + " or ".join(OF_POSIX) + ")"
-    command = [sys.executable, "-m", "pytest", "-p", "tests.windows", "-p", "no:cacheprovider"]
-    ran = subprocess.run(
-        [*command, "-x", "-k", apart, *SIMULATED],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    assert all(POSIX.values())
+    assert all((ROOT / part).exists() for part in PARTS)
+    assert all(any(Path(one).is_relative_to(part) for part in PARTS) for one in SIMULATED)
+    quick = ["-x", "-k", "not flipped", "-rs", "-p", "no:cacheprovider"]  # no bits of files
+    command = [sys.executable, "-m", "tests.windows", *quick, *SIMULATED]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-3000:]
-    assert "skipped" not in ran.stdout
+    skipped = re.findall(r"^SKIPPED .*: (.*)$", ran.stdout, re.MULTILINE)
+    assert {reason.split(",")[0].removeprefix("needs ") for reason in skipped} <= set(POSIX)
 
 
 HERE = Windows if sys.platform == "win32" else Posix

@@ -223,7 +223,7 @@ def test_there_are_thirty_pitfalls_with_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("page", sorted(reference.PAGES))
 def test_a_page_is_what_the_code_writes(page: str) -> None:
-    written = (ROOT / "docs" / page).read_text()
+    written = (ROOT / page).read_text()
     assert written == reference.PAGES[page](), "run python docs/reference.py"
 
 
@@ -237,8 +237,13 @@ def test_the_errata_page_has_every_erratum() -> None:
         assert all(each.strip().endswith((".", ":", "?", "]", ")")) for each in one[1:]), one
         lessons = {name for id_ in one.ids for name in reference.lessons_of().get(id_, [])}
         assert lessons or all(pages[id_] for id_ in one.ids), one.ids
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("errata.md", "pitfalls.md"))
-    assert not re.search(r"\bE\d\d|\b[A-Z]{2}-\d\d\b", text)
+
+
+def test_ids_are_named_beside_the_tests_and_on_no_page() -> None:
+    an_id = re.compile(rf"\b(E\d\d+|({'|'.join(REQUIREMENTS)})-\d\d)\b")
+    assert an_id.search((TESTS / "coverage.md").read_text())
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]
+    assert {page.name: one[0] for page in pages if (one := an_id.search(page.read_text()))} == {}
 
 
 def test_the_shapes_of_the_notation_are_those_of_the_code() -> None:

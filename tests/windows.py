@@ -1,4 +1,10 @@
-"""Windows in the place of this system, for ``pytest -p tests.windows``.
+"""The suite on Windows, or with Windows in the place of this system.
+
+    python -m tests.windows                       # every part of PARTS
+    python -m tests.windows -x tests/cli          # some, with options of pytest
+
+On Windows that is pytest; on Linux it is ``pytest -p tests.windows``, with this file as a plug-in.
+Tests that look at POSIX itself are marked ``needs_posix`` and left out by tests/conftest.py.
 
 ``operating_system.Windows`` serves the tests, here and in the processes that they start, with
 stand-ins for what it calls: an ``msvcrt`` whose locks belong to an open file and cover bytes, like
@@ -7,15 +13,25 @@ anything of fenchel. What no stand-in shows is left to the workflow that runs on
 that an open file cannot be renamed or removed, drive letters, and the encoding of the console.
 """
 
-import fcntl
 import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+if sys.platform != "win32":
+    import fcntl
+
 SITE = Path(__file__).parent / "windows_site"
+ROOT = SITE.parents[1]
+PARTS = (
+    "tests/test_files.py tests/test_operating_system.py tests/choice tests/attention tests/model "
+    "tests/sensitivity tests/optim tests/data tests/checkpoints tests/report tests/train "
+    "tests/pipeline tests/generation tests/server tests/cli tests/faults"
+).split()
+"""The parts of the suite that can depend on the system, after those of mathematics."""
 
 
 def locking(handle: int, mode: int, count: int) -> None:
@@ -66,5 +82,19 @@ def pytest_load_initial_conftests() -> None:
     """As a plug-in: before conftest.py imports fenchel, here and in every process from here on."""
     install()
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = dict.fromkeys([str(SITE), str(SITE.parents[1]), *inherited])
+    paths = dict.fromkeys([str(SITE), str(ROOT), *inherited])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def main(words: list[str]) -> int:
+    """Run the parts of the suite that ``words`` name, or all, by options of pytest among them."""
+    plugin = [] if sys.platform == "win32" else ["-p", "tests.windows"]
+    parts = [] if any(word.startswith("tests") for word in words) else PARTS
+    command = [sys.executable, "-m", "pytest", *plugin, *words, *parts]
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

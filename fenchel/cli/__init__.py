@@ -60,36 +60,30 @@ TASKS = {
 }
 """The groups of the help page."""
 EXAMPLES = {
-    "train": ("fenchel train --text my.txt --budget 10m --out runs/mine", "choosing"),
-    "tune": ("fenchel tune DIR --text chats.jsonl --lora 16 --out runs/tuned", "tune"),
-    "plan": ("fenchel plan llama-7b --gpus 64", "distributed"),
-    "generate": (
-        'fenchel generate runs/demo --prompt "Gentlemen of the" --temperature 0.7',
-        "generate",
-    ),
-    "chat": ('fenchel chat DIR --system "Answer briefly."', "chat"),
-    "serve": ("fenchel serve runs/demo --port 8000", "serve"),
-    "eval": ("fenchel eval runs/demo --text my.txt --calibration", "calibration"),
-    "inspect": ("fenchel inspect runs/demo --text sotu", "inspect"),
-    "lens": ("fenchel lens runs/demo --text sotu", "lens"),
-    "ablate": ("fenchel ablate runs/demo --text sotu", "lens"),
-    "patch": ('fenchel patch DIR "The city of Paris is in" "The city of Rome is in"', "lens"),
-    "certify": ("fenchel certify runs/demo --text sotu --radius 0.1", "certify"),
-    "steer": (
-        "fenchel steer runs/demo --toward wanted.txt --away unwanted.txt --out kind.safetensors",
-        "steer",
-    ),
-    "compare": ("fenchel compare runs/one runs/two", "choosing"),
-    "report": ("fenchel report runs/demo", "architecture"),
-    "convert": ("fenchel convert runs/demo llama", "checkpoints"),
-    "attach": ("fenchel attach llama --map entmax --text sotu", "attach"),
-    "list": ("fenchel list runs --sort bits_per_byte", "choosing"),
-    "settings": ("fenchel settings model.rotary", "settings"),
-    "doctor": ("fenchel doctor runs/demo", "pitfalls"),
-    "learn": ("fenchel learn", "quick_reference"),
-    "bench": ("fenchel bench optim", "optimisers"),
+    "train": "fenchel train --text my.txt --budget 10m --out runs/mine",
+    "tune": "fenchel tune DIR --text chats.jsonl --lora 16 --out runs/tuned",
+    "plan": "fenchel plan llama-7b --gpus 64",
+    "generate": 'fenchel generate runs/demo --prompt "Gentlemen of the" --temperature 0.7',
+    "chat": 'fenchel chat DIR --system "Answer briefly."',
+    "serve": "fenchel serve runs/demo --port 8000",
+    "eval": "fenchel eval runs/demo --text my.txt --calibration",
+    "inspect": "fenchel inspect runs/demo --text sotu",
+    "lens": "fenchel lens runs/demo --text sotu",
+    "ablate": "fenchel ablate runs/demo --text sotu",
+    "patch": 'fenchel patch DIR "The city of Paris is in" "The city of Rome is in"',
+    "certify": "fenchel certify runs/demo --text sotu --radius 0.1",
+    "steer": "fenchel steer runs/demo --toward wanted.txt --away other.txt --out kind.safetensors",
+    "compare": "fenchel compare runs/one runs/two",
+    "report": "fenchel report runs/demo",
+    "convert": "fenchel convert runs/demo llama",
+    "attach": "fenchel attach llama --map entmax --text sotu",
+    "list": "fenchel list runs --sort bits_per_byte",
+    "settings": "fenchel settings model.rotary",
+    "doctor": "fenchel doctor runs/demo",
+    "learn": "fenchel learn",
+    "bench": "fenchel bench optim",
 }
-"""One line to try, and the page of docs/ that explains more."""
+"""One line to try."""
 
 LESS_MEMORY = {
     "train": "set a smaller train.batch, model.context or model.width",
@@ -142,8 +136,7 @@ app = _App(
     name="fenchel",
     help_formatter=_Help(),
     help_epilogue=(
-        "Begin:  fenchel train --out runs/demo\n"
-        "More:   fenchel COMMAND --help, and the pages in docs/"
+        "Begin:  fenchel train --out runs/demo\nMore:   fenchel COMMAND --help, and fenchel learn"
     ),
     group_commands=Group("Flags", sort_key=len(COMMANDS)),
     help="Transformers whose attention can be derived, measured and steered.",
@@ -154,14 +147,13 @@ app = _App(
 for _task, _names in TASKS.items():
     _group = Group(_task, sort_key=list(TASKS).index(_task))
     for _name in _names:
-        _example, _page = EXAMPLES[_name]
         app.command(
             f"fenchel.cli.{_name}:run",
             name=_name,
             help=COMMANDS[_name],
             group=_group,
             sort_key=_names.index(_name),
-            help_epilogue=f"Example:  {_example}\nMore:     docs/{_page}.md",
+            help_epilogue=f"Example:  {EXAMPLES[_name]}",
         )
 app.register_install_completion_command(add_to_startup=False)
 

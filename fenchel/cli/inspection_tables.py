@@ -51,7 +51,7 @@ _BLOCK_LEGEND = (
 )
 _HEAD_LEGEND = (
     "head = layer and head; column = queries that attend to one token; q, k, v = gain from each "
-    "alone, all = together, dominant = the largest; docs/inspect.md explains every column"
+    "alone, all = together, dominant = the largest"
 )
 
 _CERTIFIED = {

@@ -139,10 +139,7 @@ def families() -> Listed:
     for row in rows:
         inside, presets = ", ".join(row["inside"]), ", ".join(row["presets"])
         table.add_row(row["model_type"], inside, row["architecture"], presets)
-    about = (
-        "All are read, and written by fenchel convert DIR OUT; docs/checkpoints.md has which "
-        "command serves each."
-    )
+    about = "All are read, and written by fenchel convert DIR OUT."
     return {"families": rows}, [(table, [about])]
 
 

@@ -43,7 +43,6 @@ def run(
     Layouts are compared: weights on every GPU (none), divided among all (full) or inside each node
     (node), sequences divided among 1, 2, 4 or 8 GPUs, with and without recomputation of blocks in
     the backward pass: train.shard, train.context_group and train.recompute of fenchel train.
-    docs/distributed.md lists which numbers are measured.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) 
     prefix
         Only settings whose name begins with this, such as optim or model.rotary.
     markdown
-        Print the tables of docs/settings.md.
+        Print the tables as Markdown.
     json
         Print one JSON object, settings by name.
     """

@@ -127,7 +127,7 @@ def run(
     """Train a model on a text and leave a run directory with a report.
 
     With no arguments: the built-in text, a small model, about two minutes on two cores. Under
-    torchrun its processes train together (docs/distributed.md).
+    torchrun its processes train together.
 
     Parameters
     ----------

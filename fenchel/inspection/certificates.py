@@ -94,7 +94,7 @@ def layer_count(model: InspectedModel) -> int:
     if not isinstance(model, OurModel):
         raise ValueError(
             f"{model.name} is read through transformers; certificates cover runs and the families "
-            "that fenchel reads itself (docs/checkpoints.md)."
+            "that fenchel reads itself (fenchel list families)."
         )
     return model.model.config.layers
 

@@ -149,7 +149,7 @@ class JacobianLens:
             if file.read(2) == b"PK" or path.suffix in (".pt", ".pth", ".pkl", ".bin"):
                 raise ValueError(
                     f"{path} is a pickle, which can run code when it is read; convert it once, "
-                    "where you trust its source, by the lines in docs/lens.md."
+                    "where you trust its source: torch.load, JacobianLens.from_matrices, save."
                 )
         layers = _require_entries(path, read_header(path), subject)
         with system_errors(path), safe_open(path, framework="pt") as file:

@@ -17,7 +17,7 @@ A notebook puts these between its own text, controls and charts:
     footer(name)                        recap cards and the way on
 
 ``claim`` is how the course is checked: running a notebook evaluates every claim. Its ids name the
-requirements and errata that the statement answers (docs/coverage.md).
+requirements and errata that the statement answers (tests/coverage.md).
 """
 
 import ast

@@ -99,7 +99,7 @@ class OptimConfig:
     """Steps in which AdamW's or Adam's window grows from 100 steps to that of ``beta2``."""
     momentum: float = 0.9
     """Decay of the momentum of Muon, ScoreDescent, SGD and Nesterov's rule. 0.95 is customary for
-    long runs; in nearly all that were tried here, 250 to 900 steps, it was worse (docs/log.md)."""
+    long runs; in nearly all that were tried here, 250 to 900 steps, it was worse."""
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02

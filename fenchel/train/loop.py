@@ -151,6 +151,7 @@ class Loop:
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
         self.budget, self.replan, self._first_plan = budget, replan, steps
+        self._announced = steps
         # The first step may compile, so it does not decide alone.
         self._paces = deque([] if budget is None else [budget / steps] * 2, maxlen=9)
         self._stepping = 0.0
@@ -202,13 +203,21 @@ class Loop:
         done, affordable = self.progress.step, self._affordable_steps(seconds)
         steps = min(self._first_plan, done + affordable)
         if not 0.95 <= (steps - done) / max(1, self.steps - done) <= 1.1 and steps != self.steps:
-            if steps < 0.9 * self._first_plan <= self.steps:
-                self.callback.message(
-                    f"Steps take longer than they did when they were timed: the budget allows "
-                    f"{steps:,} of the {self._first_plan:,} that were planned."
-                )
+            if abs(steps - self._announced) > 0.1 * self._first_plan:
+                self._announce(steps)
             self.steps = steps
             self.replan(steps)
+
+    def _announce(self, steps: int) -> None:
+        """Tell the user a plan that is more than a tenth off the last one that was told."""
+        reason = "Steps take longer than they did when they were timed"
+        if steps > self._announced:
+            reason = "The run is faster again"
+        told = "all" if steps == self._first_plan else f"about {steps:,} of"
+        self.callback.message(
+            f"{reason}: the budget allows {told} the {self._first_plan:,} that were planned."
+        )
+        self._announced = steps
 
     def _affordable_steps(self, seconds: float) -> int:
         """How many more steps end before the deadline, after one that took ``seconds``."""

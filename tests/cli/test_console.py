@@ -33,6 +33,7 @@ def unowned() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.needs_posix("hang-ups")
 def test_a_hangup_is_an_interruption_once() -> None:
     with may_close():
         with pytest.raises(KeyboardInterrupt) as ended:

@@ -1,11 +1,13 @@
 """fenchel/cli/__init__.py: help at once, mistakes in one sentence."""
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -292,13 +294,35 @@ def test_every_command_has_a_task_and_an_example_of_its_own_flags(
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.index(" train ") < shown.index(" generate ") < shown.index("--version")
-    docs = Path(reference.__file__).parents[2] / "docs"
+    assert "docs/" not in shown
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         shown = capsys.readouterr().out
-        example, page = EXAMPLES[name]
+        example = EXAMPLES[name]
         assert example in " ".join(shown.split())
-        assert (docs / f"{page}.md").exists()
+        assert "docs/" not in shown
         assert not [flag for flag in re.findall(r"--[a-z-]+", example) if flag not in shown]
         assert "[default: False]" not in shown
         assert "[default: ()]" not in shown
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """The strings of a file that are no docstrings of modules, classes, functions or names."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
+
+
+def test_no_message_names_a_page_that_a_wheel_lacks() -> None:
+    assert list(strings(ast.parse("'docs/a.md'\nf('docs/b.md')"))) == ["docs/b.md"]
+    package = Path(reference.__file__).parents[1]
+    found = {
+        path.name: text
+        for path in package.rglob("*.py")
+        if not path.is_relative_to(package / "lessons")
+        for text in strings(ast.parse(path.read_text()))
+        if "docs/" in text and "python docs/" not in text
+    }
+    assert found == {}
+    assert "docs/" not in reference.FILE.read_text()

@@ -261,6 +261,7 @@ def test_a_text_too_short_for_meaningful_numbers_gets_a_warning(
     assert "too few for numbers that mean much" in said
 
 
+@pytest.mark.needs_posix("several processes")
 @pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["trian"], 2)])
 def test_processes_are_started_and_their_exit_code_is_returned(
     words: list[str],

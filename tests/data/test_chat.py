@@ -560,6 +560,7 @@ def child_of(template: ChatTemplate) -> "tuple[subprocess.Popen[bytes], Connecti
     return child, pipe
 
 
+@pytest.mark.needs_posix("sessions")
 def test_the_child_ends_with_its_template_and_ctrl_c_does_not_reach_it() -> None:
     template = ChatTemplate(PLAIN, TOKENS)
     template.render(conversation(), add_generation_prompt=True)

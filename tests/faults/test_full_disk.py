@@ -52,11 +52,11 @@ def no_file_fits(name: str) -> Callable[[], None]:
         for call in ("write_text", "write_bytes"):
             write = getattr(Path, call)
 
-            def torn(path: Path, content: Any, *, write: Any = write, **how: Any) -> None:
+            def torn(path: Path, content: Any, *rest: Any, write: Any = write, **how: Any) -> None:
                 if path.name.startswith(name):
-                    write(path, content[: len(content) // 2], **how)
+                    write(path, content[: len(content) // 2], *rest, **how)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-                write(path, content, **how)
+                write(path, content, *rest, **how)
 
             setattr(Path, call, torn)
 

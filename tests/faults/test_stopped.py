@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fenchel.checkpoints import run_checkpoint
+from fenchel.operating_system import SYSTEM
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
@@ -20,7 +21,7 @@ def test_one_signal_finishes_the_step_saves_reports_and_names_the_resume_command
 ) -> None:
     """F4, at odd steps, each signal after the other, and after them the same bits."""
     run = tmp_path / "run"
-    for step, by in ((3, INT), (7, TERM), (8, HUP), (21, TERM), (39, INT)):
+    for step, by in ((3, INT), (7, TERM), (8, SYSTEM.hangup or INT), (21, TERM), (39, INT)):
         stop = lab.signalled(step, by)
         ended = lab.resume(run, mischief=stop) if run.exists() else lab.begin(run, mischief=stop)
         assert ended.code == 128 + by
@@ -73,6 +74,7 @@ def test_twice_stops_at_once_and_harms_no_checkpoint(
     assert lab.story(halfway) == whole
 
 
+@pytest.mark.needs_posix("hang-ups")
 def test_two_hangups_of_a_terminal_stop_as_one_does(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_two_hangups_of_a_terminal_stop_as_one_does(
     assert lab.story(halfway) == whole
 
 
+@pytest.mark.needs_posix("hang-ups")
 @pytest.mark.parametrize("term", ["xterm", "dumb"])  # a live bar, or plain lines
 def test_a_closed_terminal_stops_the_run_as_a_signal_does(
     lab: Any, whole: dict[str, Any], halfway: Path, term: str
@@ -136,6 +139,7 @@ def test_a_closed_pipe_does_not_end_a_run(
     assert lab.story(halfway) == whole
 
 
+@pytest.mark.needs_posix("hang-ups")
 def test_a_run_under_nohup_outlives_its_terminal(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
@@ -147,7 +151,7 @@ def test_a_run_under_nohup_outlives_its_terminal(
     assert lab.story(halfway) == whole
 
 
-@pytest.mark.parametrize("by", [INT, HUP])
+@pytest.mark.parametrize("by", [INT, pytest.param(HUP, marks=pytest.mark.needs_posix("hang-ups"))])
 def test_a_stop_before_training_leaves_no_half_made_folder(
     lab: Any, tmp_path: Path, by: signal.Signals
 ) -> None:

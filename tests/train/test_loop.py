@@ -403,3 +403,47 @@ def test_checkpoints_that_are_deleted_under_the_run_are_followed_by_new_ones(
     assert loop.train().status == "finished"
     assert kept(s)[-1] == kept(whole)[-1]
     assert s.bits() == whole.bits()
+
+
+# --- a budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "pause", "said"),
+    [
+        (85.0, 9.0, [5, 6, 7]),
+        (75.0, 9.0, [5, 6]),
+        (75.0, 20.0, [3]),
+        (75.0, 0.0, []),
+    ],
+)
+def test_the_steps_that_a_budget_is_said_to_allow_are_those_that_are_taken(
+    budget: float,
+    pause: float,
+    said: list[int],
+    small: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of 10 s by a clock of our own, and a callback that is slow at the first."""
+    now, one = [0.0], small(steps=7)
+    clock = type("Clock", (), {"perf_counter": staticmethod(lambda: now[0])})
+    monkeypatch.setattr(loop_file, "time", clock)
+
+    gradient = one.stepper._gradient
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def slow(*of: Any) -> float:
+        wait(10.0)
+        return gradient(*of)
+
+    one.stepper._gradient = slow
+    one.ear.at = {1: partial(wait, pause)}
+    plans: list[int] = []
+    outcome = one.loop(budget=budget, replan=plans.append).train()
+    assert plans == said
+    told = [text.partition("allows ")[2] for text in one.ear.said]
+    wanted = ["all the 7" if steps == 7 else f"about {steps} of the 7" for steps in said]
+    assert told == [f"{words} that were planned." for words in wanted]
+    assert outcome.progress.step == [7, *said][-1]

@@ -26,6 +26,7 @@ def test_the_second_signal_ends_at_once_with_its_number(number: signal.Signals) 
         assert signals.first == signal.SIGINT
 
 
+@pytest.mark.needs_posix("hang-ups")
 def test_a_second_hangup_of_a_terminal_is_ignored() -> None:
     with StopSignals() as signals:
         for _ in range(3):
