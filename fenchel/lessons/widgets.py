@@ -45,7 +45,7 @@ import torch
 import fenchel
 from fenchel.lessons.course import COURSE, MODEL, keep, keep_answer, lesson, record_of
 from fenchel.lessons.ladder import frame, ladder_html, recap_html
-from fenchel.lessons.scene import Scene
+from fenchel.lessons.scene import Scene, all_places
 
 _SECONDS = 5.0
 """How long the code of a reader may run."""
@@ -421,7 +421,7 @@ def words_and_weights(tokens: Sequence[str], maps: torch.Tensor, *, causal: bool
     return Scene(
         "words_and_weights",
         {"text": 0, "head": len(heads) - 1, "word": len(tokens) - 1, "map": "softmax", "T": 1.0},
-        stops={"head": range(len(heads)), "word": range(len(tokens))},
+        places=all_places(head=range(len(heads)), word=range(len(tokens))),
         texts=[{"name": "own", "tokens": list(tokens), "heads": heads}],
         causal=causal,
         maps=False,

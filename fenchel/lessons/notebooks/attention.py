@@ -22,7 +22,7 @@ with app.setup:
         self_attention_vjp,
         trace,
     )
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -212,6 +212,12 @@ def words_and_weights():
         ],
         causal=False,
         maps=True,
+        places=all_places(
+            text=range(2),
+            word=range(9),
+            map=["softmax", "entmax", "sparsemax"],
+            T=[0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0],
+        ),
     )
     room
     return meet, room, sentences, topics

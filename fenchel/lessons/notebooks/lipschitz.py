@@ -17,7 +17,7 @@ with app.setup:
     import fenchel
     from fenchel.attention import self_attention
     from fenchel.inspection import Search, certify_model, open_model
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -85,7 +85,12 @@ def _():
 @app.cell
 def double_cone():
     journey = cone(torch.sin, 0.0, 1.0).x  # 600 points
-    train = Scene("double_cone", {"L": 1.3, "tip": 0.0}, x=journey.tolist())
+    train = Scene(
+        "double_cone",
+        {"L": 1.3, "tip": 0.0},
+        places=all_places(L=[i / 20 for i in range(10, 31)], tip=[i / 4 for i in range(-12, 13)]),
+        x=journey.tolist(),
+    )
     train
     return journey, train
 

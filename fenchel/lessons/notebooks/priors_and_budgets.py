@@ -151,7 +151,15 @@ def _():
 def dog_on_a_leash():
     z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
     leash = Scene(
-        "dog_on_a_leash", {"beta": 0.3918, "A": 0.5, "B": 0.3, "C": 0.2}, scores=[0, 1, 3]
+        "dog_on_a_leash",
+        {"beta": 0.3918, "A": 0.5, "B": 0.3, "C": 0.2},
+        scores=[0, 1, 3],
+        places=[
+            {"beta": beta, "A": a / 10, "B": b / 10, "C": (10 - a - b) / 10}
+            for beta in (0.05, 0.1, 0.2, 0.3918, 0.6, 1.0, 2.0, 5.0)
+            for a in range(11)
+            for b in range(11 - a)
+        ],
     )
     mo.vstack(
         [
@@ -185,6 +193,13 @@ def _(leash, z):
     others = _drawn * (chosen > 0)
     others = others / others.sum(-1, keepdim=True)
     lost = top - total(others)
+    if (chosen > 0).sum() == 1:
+        _rivals = "From a corner every other distribution costs infinitely much"
+    else:
+        _rivals = (
+            "Each of 2,000 random rivals $q$ earns less, by exactly $\\mathrm{KL}(q \\| p)/\\beta$ (to "
+            f"{number((lost - divergence(others, p) / beta).abs().max().item(), 1)}, the rounding of the computer)"
+        )
     mo.vstack(
         [
             table(
@@ -199,14 +214,12 @@ def _(leash, z):
             ),
             claim(
                 "SM-35 SM-37 E95",
-                f"Softmax reaches $\\frac1\\beta \\log Z = {top:.4f}$. Each of 2,000 random rivals $q$ earns less, by exactly "
-                "$\\mathrm{KL}(q \\| p)/\\beta$ (to "
-                f"{number((lost - divergence(others, p) / beta).abs().max().item(), 1)}, the rounding of the computer). The maximum is "
+                f"Softmax reaches $\\frac1\\beta \\log Z = {top:.4f}$. {_rivals}. The maximum is "
                 "reached at softmax and nowhere else: the *variational principle of Gibbs*.",
                 torch.allclose(p, by_formula, atol=1e-12)
                 and abs(total(p).item() - top) < 1e-12
                 and torch.allclose(lost, divergence(others, p) / beta, atol=1e-10)
-                and (lost > 0).all(),
+                and ((lost > 0).all() or (chosen > 0).sum() == 1),
             ),
             claim(
                 "SM-38",

@@ -10,14 +10,14 @@ app = marimo.App(
 
 with app.setup:
     import math
-    from itertools import combinations, pairwise
+    from itertools import combinations, pairwise, product
 
     import marimo as mo
     import torch
     from torch.autograd.functional import hessian, jacobian
 
     import fenchel
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -271,7 +271,15 @@ def _():
 
 @app.cell
 def arrow_on_the_bowl():
-    hillside = Scene("arrow_on_the_bowl", {"x": 1.5, "y": 1.0, "angle": 340})
+    hillside = Scene(
+        "arrow_on_the_bowl",
+        {"x": 1.5, "y": 1.0, "angle": 340},
+        places=[
+            {"x": x, "y": y, "angle": angle}
+            for x, y in [(1.5, 1.0), *product([-2.0, -1.0, 0.0, 1.0, 2.0], repeat=2)]
+            for angle in sorted([*range(0, 360, 15), 340])
+        ],
+    )
     mo.vstack(
         [
             mo.md(
@@ -359,6 +367,10 @@ def walk_on_the_parabola():
         frame={"x": [-0.6, 3.4], "y": [-0.5, 10]},
         xTicks=[0, 1, 2, 3],
         yTicks=[0, 2, 4, 6, 8, 10],
+        places=all_places(
+            rate=[0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55],
+            start=[0.5, 1.0, 1.5, 2.0, 2.5, 3.0],
+        ),
     )
     downhill
     return (downhill,)
@@ -399,7 +411,7 @@ def _(downhill):
                     "OP-05",
                     f"With a constant learning rate the steps shrink by themselves, from {lengths[0]:.3g} to "
                     f"{lengths[-1]:.2g}: the slope goes to 0 at the bottom, and a step is a share of it.",
-                    all(b < a for a, b in pairwise(lengths)),
+                    all(b < a or a == b == 0 for a, b in pairwise(lengths)),
                 ),
             ),
         ]

@@ -15,7 +15,7 @@ with app.setup:
     import torch
 
     import fenchel
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -87,10 +87,12 @@ def points_and_variety():
     drawn = torch.empty(1000, 3, dtype=torch.float64)
     drawn.exponential_(generator=torch.Generator().manual_seed(0))
     rivals = drawn / drawn.sum(-1, keepdim=True)
+    _scores = [0.0, 1.0, 2.0, 3.0]
     evenings = Scene(
         "points_and_variety",
         {"T": 1.0, "A": 1.0, "B": 2.0, "C": 0.0},
         rivals=[[round(share, 6) for share in q] for q in rivals.tolist()],
+        places=all_places(T=[0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5], **{name: _scores for name in "ABC"}),
     )
     evenings
     return evenings, rivals
