@@ -132,7 +132,7 @@ def index_page() -> str:
                 page_header("· lessons", "Attention, from slopes to scores", lead, below=progress),
             ),
             element("main", *(_section(part) for part in sections)),
-            element("footer", element("p", _FOOTER)),
+            element("footer", element("details", element("summary", "About this page"), element("p", _FOOTER))),
         ]
     )
     return html_page("fenchel lessons", body, {"name": "index", "controls": {}, "cells": {}}, [])
@@ -224,7 +224,7 @@ def lesson_page(each: Lesson) -> tuple[str, int]:
     body = join(
         [
             element("main", Html("".join(shown))),
-            element("footer", element("p", _FOOTER)),
+            element("footer", element("details", element("summary", "About this page"), element("p", _FOOTER))),
         ]
     )
     data = {"name": each.name, "controls": controls, "cells": cells}

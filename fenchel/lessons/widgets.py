@@ -66,13 +66,13 @@ def header(name: str) -> mo.Html:
     """The title, and the way to the lists and to the lessons before."""
     this = lesson(name)
     needs = ", ".join(f"[{lesson(each).title}](../{each}/)" for each in this.needs)
-    return mo.md(
+    title = mo.md(
         f"{_STYLE}\n\n# {this.title}\n\n"
         f"Lesson {this.number} · about {this.minutes} minutes"
         + (" · research, not needed for the other lessons" if this.research else "")
-        + f" · {' · '.join(_LISTS)}"
-        + (f"\n\nRead before: {needs}" if needs else "")
+        + f" · {_LISTS[-1]}"
     )
+    return mo.vstack([title, mo.accordion({"Read before": mo.md(needs)})]) if needs else title
 
 
 def footer(name: str) -> mo.Html:
@@ -110,7 +110,7 @@ def question(text: str, options: Sequence[str]) -> mo.ui.radio:
 def answer(choice: str | None, right: str, why: str) -> mo.Html:
     """What is true, once the reader has chosen."""
     if choice is None:
-        return mo.md("*Choose an answer to see what is true.*")
+        return mo.md("*Choose an answer.*")
     verdict = "Right." if choice == right else f"Not quite: {right}."
     return mo.callout(mo.md(f"**{verdict}** {why}"), kind="success" if choice == right else "info")
 
