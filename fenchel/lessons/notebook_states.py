@@ -187,5 +187,7 @@ def _control(value: Any) -> Control | None:
         return Control(value, values, labels, values.index(value.value))
     if isinstance(value, Scene) and value.places is not None:
         states = [json.dumps({**value.state, **place}) for place in value.places]
-        return Control(value, states, list(map(json.dumps, value.places)), states.index(value.value))
+        return Control(
+            value, states, list(map(json.dumps, value.places)), states.index(value.value)
+        )
     return None

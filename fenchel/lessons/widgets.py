@@ -662,10 +662,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def _without_exponents(text: str) -> str:
-    """A text with its numbers such as 1.82e+09 as ``number`` writes them; code stays as it is.
+    """A text with its numbers such as 1.82e+09 as ``number`` writes them, and true minus signs.
 
-    >>> _without_exponents("to 2e-16, $x = 3e-07$, `tol=1e-9`")
-    'to 2·10⁻¹⁶, $x = 3 \\\\cdot 10^{-7}$, `tol=1e-9`'
+    Code stays as it is.
+
+    >>> _without_exponents("-2 to 2e-16, $x = 3e-07$, `tol=1e-9`")
+    '−2 to 2·10⁻¹⁶, $x = 3 \\\\cdot 10^{-7}$, `tol=1e-9`'
     """
 
     def written(part: str) -> str:
@@ -673,14 +675,16 @@ def _without_exponents(text: str) -> str:
             return part
         if part.startswith("$"):
             return _EXPONENT.sub(lambda m: rf"{m[1]} \cdot 10^{{{int(m[2])}}}", part)
-        return _EXPONENT.sub(lambda m: number(float(m[0]), len(m[1].lstrip("-")) or 1), part)
+        part = _EXPONENT.sub(lambda m: number(float(m[0]), len(m[1].lstrip("-")) or 1), part)
+        return _MINUS.sub("−", part)
 
     return "".join(map(written, re.split(r"(`[^`]*`|\$[^$]*\$)", text)))
 
 
 _EXPONENT = re.compile(r"(?<![\w.])(-?\d(?:\.\d+)?)e([+-]\d+)(?!\w)")
+_MINUS = re.compile(r"(?<![\w.)\]-])-(?=\d)")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _text(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
+    return number(value).replace("-", "−") if isinstance(value, float) else str(value)

@@ -37,7 +37,7 @@ CALM = (
     "lens",
     "model",
 )
-"""Pages of which every screen holds fewer words than that, those of pictures and controls counted."""
+"""Pages with fewer words on every screen, those of pictures' margins and of controls counted."""
 in_the_edition = pytest.mark.skipif(
     "FENCHEL_COURSE" not in os.environ, reason="FENCHEL_COURSE names no folder"
 )
@@ -221,9 +221,13 @@ def words_on_screens(page: Path) -> list[int]:
     browser = Browser()
     try:
         browser.open(page)
-        done = "return document.body.dataset.ready || document.querySelector('#check')?.dataset.worst"
+        done = (
+            "return document.body.dataset.ready || document.querySelector('#check')?.dataset.worst"
+        )
         browser.until(lambda: browser.run(done))
-        frames = "return [...document.querySelectorAll('iframe')].every((each) => each.style.height)"
+        frames = (
+            "return [...document.querySelectorAll('iframe')].every((each) => each.style.height)"
+        )
         browser.until(lambda: browser.run(frames))
         return browser.run(ON_SCREENS)
     finally:
@@ -236,7 +240,8 @@ def test_words_are_counted_on_the_screen_that_shows_them(tmp_path: Path) -> None
     folded = "<details><summary>one label</summary>not this</details><p hidden>nor this</p>"
     page.write_text(
         f"<body data-ready=yes style='margin:0'><div style='height:900px'>two words, 3 {folded}"
-        "<i style='visibility:hidden'>nor that</i><textarea>not these</textarea></div><p>on the next screen"
+        "<i style='visibility:hidden'>nor that</i><textarea>not these</textarea></div>"
+        "<p>on the next screen"
     )
     assert words_on_screens(page) == [4, 4]
 

@@ -43,7 +43,7 @@ def _():
     guess = question(
         "A model of three layers has, after each word, a favourite for the next. For how many "
         "words is it the same already after the first layer?",
-        ["for about one in ten", "for about half of them", "for all of them"],
+        ["for about one in ten", "for about half", "for all"],
     )
     guess
     return (guess,)
@@ -53,7 +53,7 @@ def _():
 def _(guess):
     answer(
         guess.value,
-        "for about half of them",
+        "for about half",
         "After *United* comes *States*, and after a full stop a capital: such words need no further thought. Which Secretary is "
         "meant does, and there the favourite changes from layer to layer.",
     )

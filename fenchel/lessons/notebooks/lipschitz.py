@@ -864,7 +864,7 @@ def _(run_path):
                 "number",
                 "singular value",
                 "map",
-                title="Singular values of your first block",
+                title="Singular values of the first block",
             ),
             details(
                 claim(

@@ -91,7 +91,7 @@ def points_and_variety():
         "points_and_variety",
         {"T": 1.0, "A": 1.0, "B": 2.0, "C": 0.0},
         rivals=[[round(share, 6) for share in q] for q in rivals.tolist()],
-        places=all_places(T=[0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5], **{name: _scores for name in "ABC"}),
+        places=all_places(T=[0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5], **dict.fromkeys("ABC", _scores)),
     )
     evenings
     return evenings, rivals
