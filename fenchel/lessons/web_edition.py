@@ -10,7 +10,7 @@ lesson is evaluated here at every position of its controls (notebook_states.py),
 each state is checked while it is written. A page holds the first outputs as HTML, and all distinct
 outputs once, compressed; its script exchanges them (lesson_page.js). What needs Python stays in
 ``fenchel learn``: the marks of the exercises, runs of the reader's own, and sentences that follow
-a drawing with handles, whose positions cannot be listed.
+a drawing whose handles have too many places to list.
 """
 
 import base64
