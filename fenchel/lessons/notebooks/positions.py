@@ -275,6 +275,7 @@ def _(clocks, d, speeds):
                 "product",
                 "vectors",
                 title=f"PE({_m}) . PE({_m} + distance), d = 64",
+                x_range=(0, 200),
                 y_range=(-35, 35),
                 here=[{"distance": abs(_n - _m)}],
             ),
