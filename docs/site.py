@@ -51,6 +51,10 @@ COURSE = """
 <p><a href="course/index.html">Open the course here</a>: it needs no installation.</p>
 """
 """Below the heading of the page of the lessons, where the site has the web edition inside."""
+LINKED = ("glossary", "quick_reference", "pitfalls")
+OPENED = re.compile(r"`fenchel learn (\w+)`")
+OPENS = r'<a href="course/\1.html"><code>fenchel learn \1</code></a>'
+"""There the commands of these pages open the lessons."""
 VERSIONS = """
 
 <p>These pages are of the newest state. Releases: {links}.</p>
@@ -76,6 +80,9 @@ def write(source: Path) -> None:
     if os.environ.get("COURSE"):
         lessons = source / "lessons.md"
         lessons.write_text(lessons.read_text(encoding="utf-8").replace("\n", COURSE, 1), "utf-8")
+        for name in LINKED:
+            page = source / f"{name}.md"
+            page.write_text(OPENED.sub(OPENS, page.read_text(encoding="utf-8")), "utf-8")
     save(source / "commands.md", commands())
     for package in packages():
         save(source / f"api/{package}.md", api(package))

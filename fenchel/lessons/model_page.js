@@ -316,7 +316,7 @@ function drawSteps() {
 	);
 	step(
 		"Score",
-		text(`A query is made of “${here}”, a key of “${there}”, ${D} numbers each, both turned by their positions. Their dot product is the score.`),
+		text(`The dot product of a query of “${here}” and a key of “${there}”, ${D} numbers each, turned by their positions.`),
 		strip("query", q), strip("key", k), strip("products", q.map((value, i) => value * k[i])),
 		formula(first(q, k), "= ", strong(fixed(dot)), ` · over √${D} = ${fixed(Math.sqrt(D), 0)}: `, strong(`z = ${fixed(z)}`)),
 		terms(`All ${D} products`, ["entry", "query", "key", "product"], () => q.map((value, i) => [String(i + 1), fixed(value, 4), fixed(k[i], 4), fixed(value * k[i], 4)])),
@@ -349,11 +349,11 @@ function drawSteps() {
 	const values = (j) => model.v[l][j * M + from], two = largest(head.p, 2).sort((a, b) => a - b);
 	step(
 		"Mix",
-		text(`“${here}” takes ${fixed(100 * p, 1)} % of the value of “${there}”, and so on: the mix of all values.`),
+		text(`“${here}” takes ${fixed(100 * p, 1)} % of the value of “${there}”, and so on.`),
 		strip("its value", v), strip("the mix", [...head.mix]),
 		formula("entry 1: ", two.map((j) => `${fixed(head.p[j])} · ${signed(values(j))}`).join(" + "), chosen > 1 ? " + … = " : " = ", strong(fixed(head.mix[0], 4))),
 		terms(`All ${chosen + 1} terms of entry 1`, ["token", "weight", "value", "product"], () => head.p.map((value, j) => [`${j + 1} ${piece(ids[j])}`, fixed(value, 4), fixed(values(j), 4), fixed(value * values(j), 4)])),
-		text("One matrix adds both mixes to the vector; then a small network adds its part."),
+		text("One matrix adds both mixes to the vector, a small network its part."),
 		strip("attention adds", [...block.attention]), strip("network adds", [...block.mlp]),
 	);
 	const target = state.next ?? largest(after, 1)[0], y = [...model.final(chosen)], row = [...weights["lm_head.weight"].slice(target * M, (target + 1) * M)];

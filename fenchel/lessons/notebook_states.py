@@ -1,7 +1,7 @@
 """The outputs of a notebook at every position of its controls.
 
 A notebook is a graph of cells. A cell depends on the controls (sliders, menus, radio buttons,
-scenes with stops) that it or a cell before it reads, and on nothing else, so its output is a
+scenes with places) that it or a cell before it reads, and on nothing else, so its output is a
 function of their positions.
 ``Notebook.outputs`` tabulates it: with n_1, ..., n_k positions of the k controls of a cell, n_1 ...
 n_k outputs, the last control running fastest. A cell is executed once per position of *its own*
@@ -36,7 +36,7 @@ _MENU = "picker"
 
 
 class Control(NamedTuple):
-    """A slider, a menu, radio buttons, or a scene with stops."""
+    """A slider, a menu, radio buttons, or a scene with places."""
 
     element: Any
     values: Sequence[Any]
@@ -185,8 +185,9 @@ def _control(value: Any) -> Control | None:
         if value.value is None:  # nothing is chosen at first
             values, labels = [None, *values], ["", *labels]
         return Control(value, values, labels, values.index(value.value))
-    if isinstance(value, Scene) and value.stops is not None:
-        places = [dict(zip(value.stops, at, strict=True)) for at in product(*value.stops.values())]
-        states = [json.dumps({**value.state, **place}) for place in places]
-        return Control(value, states, list(map(json.dumps, places)), states.index(value.value))
+    if isinstance(value, Scene) and value.places is not None:
+        states = [json.dumps({**value.state, **place}) for place in value.places]
+        return Control(
+            value, states, list(map(json.dumps, value.places)), states.index(value.value)
+        )
     return None

@@ -41,14 +41,42 @@ const NARROW = 520;
 let scenes = 0;
 
 // store: a state, those who follow it, and one of its values in motion.
+// In the web edition (DATA.places) the state is always one of the places at which sentences are stored.
+function placesOf(start) {
+	const places = typeof DATA === "undefined" ? null : DATA.places;
+	if (!places) return null;
+	const names = Object.keys(places[0]), numbers = names.filter((name) => typeof start[name] === "number");
+	const widths = numbers.map((name) => {
+		const values = places.map((place) => place[name]);
+		return Math.max(...values) - Math.min(...values) || 1;
+	});
+	const far = (place, at) =>
+		numbers.reduce((sum, name, i) => sum + ((place[name] - at[name]) / widths[i]) ** 2, 0) +
+		names.reduce((sum, name) => sum + (typeof start[name] !== "number" && place[name] !== at[name] ? 100 : 0), 0);
+	const nearest = (at) => places.reduce((best, place) => (far(place, at) < far(best, at) ? place : best));
+	return {
+		nearest,
+		next(state, patch) { // a key moves on: on the way of the patch, to the first place that is another
+			for (let reach = 1; reach <= 256; reach *= 1.5) {
+				const at = { ...state, ...patch };
+				for (const name of numbers) at[name] = state[name] + reach * (at[name] - state[name]);
+				const place = nearest(at);
+				if (names.some((name) => place[name] !== state[name])) return place;
+			}
+			return {};
+		},
+	};
+}
+
 function store(start) {
-	const state = { ...start }, watchers = [];
+	const state = { ...start }, watchers = [], places = placesOf(start);
 	let waiting = false, stop = () => {};
 	function tell() {
 		waiting = false;
 		for (const watcher of watchers) watcher(state);
 	}
 	function set(patch, by) {
+		if (places) patch = { ...patch, ...(by === "key" ? places.next(state, patch) : places.nearest({ ...state, ...patch })) };
 		Object.assign(state, patch);
 		if (by !== "play") stop();
 		if (!waiting) requestAnimationFrame(tell); // many events, one drawing per frame
@@ -232,7 +260,7 @@ function scene(host, spec) {
 		group.style.setProperty("--tone", `var(--${of.tone || "accent"})`);
 		if (of.letter) group.append(node("text", { class: "grip-letter middle" }, of.letter));
 		grips.append(group);
-		const move = (at) => set(of.move(state, at) || {}, name);
+		const move = (at, by) => set(of.move(state, at) || {}, by);
 		const at = (event) => {
 			const box = svg.getBoundingClientRect();
 			return from(((event.clientX - box.left) * W) / box.width, ((event.clientY - box.top) * H) / box.height);
@@ -261,10 +289,10 @@ function scene(host, spec) {
 			if (!way) return;
 			event.preventDefault();
 			const far = event.shiftKey ? 5 : 1;
-			if (of.keys) set(of.keys(state, way[0] + way[1], far), name);
+			if (of.keys) set(of.keys(state, way[0] + way[1], far), "key");
 			else {
 				const here = of.at(state), [dx, dy] = of.step || [(x1 - x0) / 100, (y1 - y0) / 100];
-				move([here[0] + way[0] * dx * far, here[1] + way[1] * dy * far]);
+				move([here[0] + way[0] * dx * far, here[1] + way[1] * dy * far], "key");
 			}
 		});
 		return { of, group };
@@ -370,7 +398,10 @@ function slider(host, of, { name, label, low, high, step = 0, log, digits = 2 })
 	const input = node("input", { type: "range", min: 0, max: 1, "aria-label": label, "data-value": name });
 	input.step = step ? step / (high - low) : 0.005;
 	const shown = node("output");
-	input.addEventListener("input", () => of.set({ [name]: step ? +to(+input.value).toFixed(6) : to(+input.value) }));
+	let key = false;
+	input.addEventListener("keydown", () => (key = true));
+	for (const end of ["keyup", "pointerdown"]) input.addEventListener(end, () => (key = false));
+	input.addEventListener("input", () => of.set({ [name]: step ? +to(+input.value).toFixed(6) : to(+input.value) }, key && "key"));
 	host.append(node("label", { class: "slide" }, node("span", {}, label), input, shown));
 	of.watch((state) => {
 		input.value = back(state[name]);

@@ -11,13 +11,16 @@ sends the state to a hidden text field beside the frame (``share`` in scene.js),
 use ``state`` run again. The cell that makes a scene must not depend on it, or its frame would be
 loaded anew under the reader's finger.
 
-A scene whose handles stand at few places says which (``stops``). The web edition then stores what
-the cells after it show at each of them; after any other scene they stay at its first state.
+A scene names ``places``: parts of its state that occur together. The web edition stores what the
+cells after the scene show at each of them, and there its handles snap to the nearest place, so that
+picture and sentences agree; in ``fenchel learn`` they move freely. After a scene without places the
+sentences of the web edition stay at its first state.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import product
 from string import Template
 from typing import Any
 
@@ -57,6 +60,11 @@ def scene_page(name: str, state: Mapping[str, Any], data: Mapping[str, Any]) -> 
     return frame_page(name, style=style, script=script, data={**data, "state": dict(state)})
 
 
+def all_places(**values: Sequence[float | str]) -> list[dict[str, float | str]]:
+    """The places at which each part of a state has one of its values, the last running fastest."""
+    return [dict(zip(values, place, strict=True)) for place in product(*values.values())]
+
+
 def frame_page(name: str, *, body: str = "", style: str, script: str, data: Any) -> str:
     """A page for a frame of a lesson, as high as its content; the script reads the data."""
     files = (read_asset(file, "fenchel.lessons") for file in ("maps.js", "scene.js"))
@@ -80,13 +88,15 @@ class Scene(mo.ui.text):
         name: str,
         state: Mapping[str, float | str],
         *,
-        stops: Mapping[str, Sequence[float | str]] | None = None,
+        places: Sequence[Mapping[str, float | str]] | None = None,
         **data: Any,
     ) -> None:
-        self.stops = stops
-        """The values that parts of the state take, the others being constant; None is any."""
+        self.places = places
+        """Where the handles stand in the web edition, the other parts being constant."""
         self.page = scene_page(name, state, data)
         """The page in one file."""
+        self.snapping = scene_page(name, state, {**data, "places": places}) if places else self.page
+        """The page whose handles stand at the places only."""
         self._frame = mo.iframe(self.page)
         super().__init__(json.dumps(dict(state)))
 

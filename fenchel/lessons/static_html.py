@@ -5,7 +5,7 @@
     marimo-callout-output    an aside
     marimo-slider, -dropdown, -radio    inputs, named by the control that they move
     marimo-mime-renderer     a chart of widgets.py: its numbers, which lesson_page.js draws
-    iframe                   as it is, without the handler of marimo; a scene with stops is named
+    iframe                   as it is, without the handler of marimo; a scene with places is named
     marimo-form, -code-editor, -text, -text-area    nothing
 
 Any other element of marimo is refused, so that no part of a page is lost without a word.
@@ -135,6 +135,7 @@ class _Parser(HTMLParser):
             moved = self.controls.get(self.control)
             if moved is not None and isinstance(moved.element, Scene):
                 given["data-scene"] = self.control
+                given["srcdoc"] = moved.element.snapping
         style = given.get("style", "")
         if style.startswith("display: flex"):
             direction = "across" if "flex-direction: row" in style else "down"

@@ -10,7 +10,7 @@ lesson is evaluated here at every position of its controls (notebook_states.py),
 each state is checked while it is written. A page holds the first outputs as HTML, and all distinct
 outputs once, compressed; its script exchanges them (lesson_page.js). What needs Python stays in
 ``fenchel learn``: the marks of the exercises, runs of the reader's own, and sentences that follow
-a drawing with handles, whose positions cannot be listed.
+a drawing whose handles have too many places to list.
 """
 
 import base64
@@ -132,7 +132,10 @@ def index_page() -> str:
                 page_header("· lessons", "Attention, from slopes to scores", lead, below=progress),
             ),
             element("main", *(_section(part) for part in sections)),
-            element("footer", element("p", _FOOTER)),
+            element(
+                "footer",
+                element("details", element("summary", "About this page"), element("p", _FOOTER)),
+            ),
         ]
     )
     return html_page("fenchel lessons", body, {"name": "index", "controls": {}, "cells": {}}, [])
@@ -224,7 +227,10 @@ def lesson_page(each: Lesson) -> tuple[str, int]:
     body = join(
         [
             element("main", Html("".join(shown))),
-            element("footer", element("p", _FOOTER)),
+            element(
+                "footer",
+                element("details", element("summary", "About this page"), element("p", _FOOTER)),
+            ),
         ]
     )
     data = {"name": each.name, "controls": controls, "cells": cells}
@@ -243,7 +249,7 @@ def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
         return [str(element("p", element("strong", "On the model of the lessons.")))]
     if "own_text" in cell.defines:
         return [str(element("p", "It reads: ", element("em", notebook.names["own_text"].value)))]
-    html = [plain_html(output, notebook.controls) for output in notebook.outputs(cell)]
+    html = [_shipped(plain_html(each, notebook.controls)) for each in notebook.outputs(cell)]
     drawings = {
         name
         for name in cell.defines - notebook.controls.keys()
@@ -252,6 +258,13 @@ def _outputs(notebook: Notebook, cell: Cell) -> list[str]:
     if any(drawings & other.reads for other in notebook.cells):
         note = element("p", _DRAWING, class_="small")
         html = [each + note for each in html]
+    return html
+
+
+def _shipped(html: str) -> str:
+    """The words for a model of the reader's, which is here always that of the lessons."""
+    for own, shipped in (("Your model", "The model"), ("your model", "the model")):
+        html = html.replace(own, shipped)
     return html
 
 

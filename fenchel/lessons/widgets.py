@@ -45,7 +45,7 @@ import torch
 import fenchel
 from fenchel.lessons.course import COURSE, MODEL, keep, keep_answer, lesson, record_of
 from fenchel.lessons.ladder import frame, ladder_html, recap_html
-from fenchel.lessons.scene import Scene
+from fenchel.lessons.scene import Scene, all_places
 
 _SECONDS = 5.0
 """How long the code of a reader may run."""
@@ -66,13 +66,13 @@ def header(name: str) -> mo.Html:
     """The title, and the way to the lists and to the lessons before."""
     this = lesson(name)
     needs = ", ".join(f"[{lesson(each).title}](../{each}/)" for each in this.needs)
-    return mo.md(
+    title = mo.md(
         f"{_STYLE}\n\n# {this.title}\n\n"
         f"Lesson {this.number} · about {this.minutes} minutes"
         + (" · research, not needed for the other lessons" if this.research else "")
-        + f" · {' · '.join(_LISTS)}"
-        + (f"\n\nRead before: {needs}" if needs else "")
+        + f" · {_LISTS[-1]}"
     )
+    return mo.vstack([title, mo.accordion({"Read before": mo.md(needs)})]) if needs else title
 
 
 def footer(name: str) -> mo.Html:
@@ -110,7 +110,7 @@ def question(text: str, options: Sequence[str]) -> mo.ui.radio:
 def answer(choice: str | None, right: str, why: str) -> mo.Html:
     """What is true, once the reader has chosen."""
     if choice is None:
-        return mo.md("*Choose an answer to see what is true.*")
+        return mo.md("*Choose an answer.*")
     verdict = "Right." if choice == right else f"Not quite: {right}."
     return mo.callout(mo.md(f"**{verdict}** {why}"), kind="success" if choice == right else "info")
 
@@ -421,7 +421,7 @@ def words_and_weights(tokens: Sequence[str], maps: torch.Tensor, *, causal: bool
     return Scene(
         "words_and_weights",
         {"text": 0, "head": len(heads) - 1, "word": len(tokens) - 1, "map": "softmax", "T": 1.0},
-        stops={"head": range(len(heads)), "word": range(len(tokens))},
+        places=all_places(head=range(len(heads)), word=range(len(tokens))),
         texts=[{"name": "own", "tokens": list(tokens), "heads": heads}],
         causal=causal,
         maps=False,
@@ -662,10 +662,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def _without_exponents(text: str) -> str:
-    """A text with its numbers such as 1.82e+09 as ``number`` writes them; code stays as it is.
+    """A text with its numbers such as 1.82e+09 as ``number`` writes them, and true minus signs.
 
-    >>> _without_exponents("to 2e-16, $x = 3e-07$, `tol=1e-9`")
-    'to 2·10⁻¹⁶, $x = 3 \\\\cdot 10^{-7}$, `tol=1e-9`'
+    Code stays as it is.
+
+    >>> _without_exponents("-2 to 2e-16, $x = 3e-07$, `tol=1e-9`")
+    '−2 to 2·10⁻¹⁶, $x = 3 \\\\cdot 10^{-7}$, `tol=1e-9`'
     """
 
     def written(part: str) -> str:
@@ -673,14 +675,16 @@ def _without_exponents(text: str) -> str:
             return part
         if part.startswith("$"):
             return _EXPONENT.sub(lambda m: rf"{m[1]} \cdot 10^{{{int(m[2])}}}", part)
-        return _EXPONENT.sub(lambda m: number(float(m[0]), len(m[1].lstrip("-")) or 1), part)
+        part = _EXPONENT.sub(lambda m: number(float(m[0]), len(m[1].lstrip("-")) or 1), part)
+        return _MINUS.sub("−", part)
 
     return "".join(map(written, re.split(r"(`[^`]*`|\$[^$]*\$)", text)))
 
 
 _EXPONENT = re.compile(r"(?<![\w.])(-?\d(?:\.\d+)?)e([+-]\d+)(?!\w)")
+_MINUS = re.compile(r"(?<![\w.)\]-])-(?=\d)")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _text(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
+    return number(value).replace("-", "−") if isinstance(value, float) else str(value)

@@ -260,6 +260,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     assert process.end() == 0, "Ctrl-C ends it, with the pages of the tests open"
     errors = process.errors.read_text()
     assert "Traceback" not in errors, errors
+    assert not [*COURSE[0].path.parent.rglob("__marimo__")], "nothing is written into the package"
 
 
 def test_without_the_token_there_is_no_page(server: Process) -> None:

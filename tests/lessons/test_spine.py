@@ -28,6 +28,16 @@ MOST_WORDS = 150
 """Words per screen of 900 pixels, 1280 wide, with the folds closed."""
 OTHER_PICTURE = {("slopes", "curve")}
 """Menus that choose another subject, with a frame of its own."""
+CALM = (
+    "slopes",
+    "softmax",
+    "priors_and_budgets",
+    "attention",
+    "lipschitz",
+    "lens",
+    "model",
+)
+"""Pages with fewer words on every screen, those of pictures' margins and of controls counted."""
 in_the_edition = pytest.mark.skipif(
     "FENCHEL_COURSE" not in os.environ, reason="FENCHEL_COURSE names no folder"
 )
@@ -181,3 +191,65 @@ def test_the_whole_course_leaves_room_between_words_and_time_to_read_them() -> N
     assert [each.name for each, _, words, screens, _ in rows if words >= MOST_WORDS * screens] == []
     late = [(each.name, rule) for each, *_, rule in rows if abs(each.minutes - rule) > 6]
     assert [name for name, _ in late] == ["score_descent"], late  # research takes longer
+
+
+ON_SCREENS = r"""
+    const screens = [], hidden = "math, svg, textarea, select, script, style, [hidden]";
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let node; (node = walker.nextNode());) {
+        const fold = node.parentElement.closest("details:not([open])");
+        const label = fold && node.parentElement.closest("summary") && !fold.parentElement.closest("details:not([open])");
+        if (node.parentElement.closest(hidden) || (fold && !label)) continue;
+        if (getComputedStyle(node.parentElement).visibility === "hidden") continue;
+        for (const { 0: word, index } of node.data.matchAll(/\S+/g)) {
+            if (!/\p{L}/u.test(word)) continue;
+            const range = document.createRange();
+            range.setStart(node, index);
+            range.setEnd(node, index + word.length);
+            const box = range.getBoundingClientRect(), screen = Math.floor((box.top + scrollY) / 900);
+            if (!box.width) continue;
+            while (screens.length <= screen) screens.push(0);
+            screens[screen]++;
+        }
+    }
+    return screens;
+"""  # noqa: E501
+
+
+def words_on_screens(page: Path) -> list[int]:
+    """The words of each screen of 1280 by 900 pixels, as a new reader opens the page."""
+    browser = Browser()
+    try:
+        browser.open(page)
+        done = (
+            "return document.body.dataset.ready || document.querySelector('#check')?.dataset.worst"
+        )
+        browser.until(lambda: browser.run(done))
+        frames = (
+            "return [...document.querySelectorAll('iframe')].every((each) => each.style.height)"
+        )
+        browser.until(lambda: browser.run(frames))
+        return browser.run(ON_SCREENS)
+    finally:
+        browser.driver.quit()
+
+
+@needs_browser
+def test_words_are_counted_on_the_screen_that_shows_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    folded = "<details><summary>one label</summary>not this</details><p hidden>nor this</p>"
+    page.write_text(
+        f"<body data-ready=yes style='margin:0'><div style='height:900px'>two words, 3 {folded}"
+        "<i style='visibility:hidden'>nor that</i><textarea>not these</textarea></div>"
+        "<p>on the next screen"
+    )
+    assert words_on_screens(page) == [4, 4]
+
+
+@needs_browser
+@in_the_edition
+@pytest.mark.parametrize("name", CALM)
+def test_no_screen_of_a_calm_page_of_the_whole_course_is_full_of_words(name: str) -> None:
+    screens = words_on_screens(Path(os.environ["FENCHEL_COURSE"]).resolve() / f"{name}.html")
+    print(f"\n{name}: {', '.join(map(str, screens))}")
+    assert max(screens) < MOST_WORDS

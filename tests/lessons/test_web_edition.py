@@ -14,10 +14,10 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from fenchel.cli import main
-from fenchel.lessons.course import COURSE
+from fenchel.lessons.course import COURSE, lesson
 from fenchel.lessons.notebook_states import Cell, Notebook
 from fenchel.lessons.static_html import plain_html
-from fenchel.lessons.web_edition import _outputs, hints_of
+from fenchel.lessons.web_edition import _outputs, hints_of, lesson_page
 from tests.browser import PHONE, Browser, needs_browser
 
 NAME = "attention_derivative"
@@ -85,7 +85,7 @@ def test_hints_are_what_the_check_says(notebook: Notebook) -> None:
 
 
 def test_sentences_that_follow_a_drawing_are_said_to_stay() -> None:
-    """A drawing with handles is a text field of marimo; without stops it has no list of places."""
+    """A drawing with handles is a text field of marimo; without places it has no states."""
     drawing = Cell("a", frozenset({"scene"}), frozenset(), ())
     claims = Cell("b", frozenset(), frozenset({"scene"}), ())
     fake = SimpleNamespace(
@@ -148,7 +148,7 @@ def test_every_control_shows_what_the_library_computed_there(
 
 
 @needs_browser
-def test_sentences_follow_a_scene_with_stops(
+def test_sentences_follow_a_scene_with_places(
     browser: Browser, folder: Path, notebook: Notebook
 ) -> None:
     open_lesson(browser, folder)
@@ -167,6 +167,37 @@ def test_sentences_follow_a_scene_with_stops(
     assert title
     browser.until(lambda: title[0] in browser.run(text))
     assert browser.driver.current_url == address, "a scene begins at its first state"
+    assert browser.console() == []
+
+
+@needs_browser
+def test_handles_snap_to_the_places_at_which_sentences_are_stored(
+    browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "gradient_flow.html"
+    path.write_text(lesson_page(lesson("gradient_flow"))[0])
+    browser.open("about:blank")
+    browser.open(path)
+    browser.until(lambda: browser.run("return document.body.dataset.ready"))
+    text = "return document.querySelector('main').textContent"
+    assert "stay at its first position" not in browser.run(text)
+
+    def follows(rate: float, start: float) -> None:
+        end = start * (1 - 2 * rate) ** 12
+        sentence = f"12 steps lead from {start:g} to {end:.4g}."
+        browser.until(lambda: sentence in browser.run(text))
+
+    frame = "iframe[data-scene=strings]"
+    with browser.frame(browser.find(frame)):
+        browser.find("[data-handle=rate]").send_keys(Keys.ARROW_RIGHT)  # by 0.01, to the next place
+    follows(0.8, 3.0)
+    with browser.frame(browser.find(frame)):
+        browser.find("[data-handle=start]").send_keys(Keys.ARROW_LEFT)
+    follows(0.8, 2.5)
+    with browser.frame(browser.find(frame)):
+        browser.drag(browser.find("[data-handle=rate]"), 7, 0)  # a little: back to the same place
+        said = browser.find("[data-handle=rate]").get_attribute("aria-valuetext")
+    assert said == "learning rate 0.80"
     assert browser.console() == []
 
 

@@ -51,7 +51,7 @@ def test_the_answer_waits_for_a_choice() -> None:
 def test_the_header_links_to_the_lessons_before_and_the_footer_to_the_next() -> None:
     text = header("softmax").text
     assert "Lesson 7 ·" in text
-    assert '"/model"' in text
+    assert '"/model"' in footer("softmax").text
     assert "../priors_and_budgets/" not in text, "the way on is at the end"
     assert "../lagrange/" in text
     assert "../priors_and_budgets/" in footer("softmax").text

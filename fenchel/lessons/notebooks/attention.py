@@ -22,7 +22,7 @@ with app.setup:
         self_attention_vjp,
         trace,
     )
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -65,8 +65,8 @@ def _():
 @app.cell
 def _():
     guess = question(
-        "A *token* (a word or a piece of one) is compared with 64 others by dot products of $d$ numbers each. $d$ grows "
-        "from 16 to 1024 and nothing is rescaled. What happens to its weights?",
+        "A *token* (a word or a piece of one) is compared with 64 others by dot products of $d$ numbers. $d$ grows "
+        "from 16 to 1024, not rescaled. What happens to its weights?",
         [
             "they spread over more tokens",
             "almost all weight goes to one token",
@@ -96,10 +96,9 @@ def _():
     How many minutes does an egg boil? Four books answer differently. Trust each by how well it fits your question, and
     average the answers.
 
-    * Your question is the **query** $q$: how much about kitchens, how much about the outdoors.
+    * Your **query** $q$: how much about kitchens, how much about the outdoors.
     * Each book has a label of the same kind, its **key** $k_i$, and an answer, its **value** $v_i$.
-    * The **dot product** adds up how well they fit, $s_i = q \cdot k_i = \sum_c q_c k_{ic}$; softmax makes shares of
-      these scores, and the shares mix the values:
+    * The **dot product** scores the fit, $s_i = q \cdot k_i = \sum_c q_c k_{ic}$; softmax makes shares, and they mix the values:
 
     $$p_i = \frac{e^{s_i}}{\sum_j e^{s_j}}, \qquad o = \sum_i p_i v_i .$$
 
@@ -212,6 +211,12 @@ def words_and_weights():
         ],
         causal=False,
         maps=True,
+        places=all_places(
+            text=range(2),
+            word=range(9),
+            map=["softmax", "entmax", "sparsemax"],
+            T=[0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0],
+        ),
     )
     room
     return meet, room, sentences, topics
@@ -663,15 +668,24 @@ def _():
 
     $$Q = X W_Q, \qquad K = X W_K, \qquad V = X W_V .$$
 
-    $X$ has one row per token. $W_Q$ and $W_K$ have $d$ rows and $d_k$ columns, usually $d_k < d$. Written for
-    one token as a column $h$, the same is $q = W_Q^\top h$: only the convention differs, rows or columns.
-
-    Put together, the scores depend on $X$ and on *one* table $A$:
+    $X$ has one row per token; $W_Q$ and $W_K$ have $d$ rows and $d_k$ columns, usually $d_k < d$. The scores
+    depend on $X$ and on *one* table $A$:
 
     $$P = X A X^\top, \qquad A = \frac{W_Q W_K^\top}{\sqrt{d_k}},$$
 
     $$\mathrm{Att}(X) = \mathrm{softmax}(P)\, X W_V .$$
     """)
+    return
+
+
+@app.cell
+def _():
+    details(
+        mo.md(
+            r"Written for one token as a column $h$, the query is $q = W_Q^\top h$: only the convention differs, rows or columns."
+        ),
+        title="Rows or columns",
+    )
     return
 
 

@@ -67,16 +67,15 @@ def _():
     mo.md(r"""
     ## How far is the border?
 
-    You stand in fog near a cliff. A map says: no cliff within 3 metres. A stone thrown 8 metres falls. Neither
-    tells where the cliff begins; together they enclose it.
+    Fog, a cliff. A map says: none within 3 metres. A stone thrown 8 metres falls. Together they enclose the edge.
 
-    A *decision* is the token with the largest logit. Let $r^*$ be the length of the shortest change of the input that gives another
-    token. A *certificate* is a radius within which no change does; an *attack* is a change that does, the *witness*:
+    A *decision* is the token with the largest logit; $r^*$ is the length of the shortest change of the input that gives another.
+    A *certificate* is a radius within which none does; an *attack* is a change that does, the *witness*:
 
     $$\text{certified} \le r^* \le \text{attacked} .$$
 
-    Below, the input is a place on a map and the tokens are three masts (dots). A phone takes the nearest one: the logit of a mast is
-    minus its distance. *Walk: where are both circles the same?*
+    Below, the input is a place and the tokens are three masts (dots). A phone takes the nearest: its logit is
+    minus the distance. *Walk: where are both circles the same?*
     """)
     return
 

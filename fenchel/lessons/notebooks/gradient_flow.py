@@ -17,7 +17,7 @@ with app.setup:
     from torch.autograd.functional import jacobian
 
     import fenchel
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -187,6 +187,9 @@ def walk_on_the_parabola():
         frame={"x": [-5, 5], "y": [-1, 25]},
         xTicks=[-4, -2, 0, 2, 4],
         yTicks=[0, 5, 10, 15, 20, 25],
+        places=all_places(
+            rate=[0.02, *(i / 10 for i in range(1, 13))], start=[0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+        ),
     )
     mo.vstack(
         [

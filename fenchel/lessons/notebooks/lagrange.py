@@ -25,7 +25,7 @@ with app.setup:
         slater_point,
         solve,
     )
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -92,7 +92,12 @@ def _():
 
 @app.cell
 def hill_and_fence():
-    walk = Scene("hill_and_fence", {"x": 1.0, "b": 1.0}, oneSided=False)
+    walk = Scene(
+        "hill_and_fence",
+        {"x": 1.0, "b": 1.0},
+        places=all_places(x=[i / 20 for i in range(-30, 31)]),
+        oneSided=False,
+    )
     walk
     return (walk,)
 
@@ -284,7 +289,12 @@ def _():
 
 @app.cell
 def fence_on_one_side():
-    bound = Scene("hill_and_fence", {"b": 1.0}, oneSided=True)
+    bound = Scene(
+        "hill_and_fence",
+        {"b": 1.0},
+        places=all_places(b=[i / 2 for i in range(11)]),
+        oneSided=True,
+    )
     bound
     return (bound,)
 

@@ -41,9 +41,9 @@ def _():
 @app.cell
 def _():
     guess = question(
-        "A model of three layers reads a sentence. After each word it has a favourite for the next one. For how many of the "
-        "words does it have this favourite already after its first layer?",
-        ["for about one in ten", "for about half of them", "for all of them"],
+        "A model of three layers has, after each word, a favourite for the next. For how many "
+        "words is it the same already after the first layer?",
+        ["for about one in ten", "for about half", "for all"],
     )
     guess
     return (guess,)
@@ -53,7 +53,7 @@ def _():
 def _(guess):
     answer(
         guess.value,
-        "for about half of them",
+        "for about half",
         "After *United* comes *States*, and after a full stop a capital: such words need no further thought. Which Secretary is "
         "meant does, and there the favourite changes from layer to layer.",
     )
@@ -65,15 +65,15 @@ def _():
     mo.md(r"""
     ## Reading a draft
 
-    Three editors share one page. Each reads what stands there and adds a note; nobody erases. At the end a reader looks at the page
-    and names the next word. What would this reader have said after the first editor? Nothing stops you from showing them the page earlier.
+    Three editors share one page. Each adds a note; nobody erases. At the end a reader names the next word.
+    And after the first editor?
 
-    A transformer is such a page. The *stream* $x$ at a word begins as its embedding, and every layer adds two notes, one by its attention $a_l$ and one by
-    its multilayer perceptron $m_l$:
+    A transformer is such a page. The *stream* $x$ at a word begins as its embedding; every layer adds two notes, of its attention $a_l$ and
+    multilayer perceptron $m_l$:
 
     $$x_l = x_{l-1} + a_l + m_l .$$
 
-    The reader is the last part of the model: a norm, a matrix and softmax. To read $x_1$ or $x_2$ in the place of $x_3$ is the *logit lens*.
+    The reader is the end of the model: a norm, a matrix and softmax. To show it $x_1$ or $x_2$ for $x_3$ is the *logit lens*.
     """)
     return
 

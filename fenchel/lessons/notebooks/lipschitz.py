@@ -17,7 +17,7 @@ with app.setup:
     import fenchel
     from fenchel.attention import self_attention
     from fenchel.inspection import Search, certify_model, open_model
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -85,7 +85,12 @@ def _():
 @app.cell
 def double_cone():
     journey = cone(torch.sin, 0.0, 1.0).x  # 600 points
-    train = Scene("double_cone", {"L": 1.3, "tip": 0.0}, x=journey.tolist())
+    train = Scene(
+        "double_cone",
+        {"L": 1.3, "tip": 0.0},
+        places=all_places(L=[i / 20 for i in range(10, 31)], tip=[i / 4 for i in range(-12, 13)]),
+        x=journey.tolist(),
+    )
     train
     return journey, train
 
@@ -138,8 +143,8 @@ def _():
             ),
             mo.md(
                 "The smallest speed limit of a smooth function is its steepest slope. For many numbers the "
-                "slope is a matrix, the *Jacobian* $J$ of all partial slopes, and its steepness, here called "
-                "sensitivity, is the *spectral norm* $\\|J\\|$: the most by which $J$ stretches an arrow."
+                "slope is a matrix, the *Jacobian* $J$, and its steepness (sensitivity) "
+                "the *spectral norm* $\\|J\\|$: the most by which $J$ stretches an arrow."
             ),
         ]
     )
@@ -211,14 +216,13 @@ def _():
     mo.md(r"""
     ## Two tokens, one number each
 
-    A lever on the end of a lever multiplies its factor. Attention is such a pair.
+    A lever on a lever multiplies. Attention is such a pair.
 
-    Take two tokens, $x$ and $t$, each a single number. The first asks: its scores are $x \cdot x$ for itself and $x \cdot t$
-    for the other, softmax makes them weights, and the output is the weighted mean of $x$ and $t$. At $x = 0$ both weights are
-    one half. Now move $x$ a little.
+    Take two tokens, $x$ and $t$, each a number. The first asks: its scores are $x \cdot x$ and $x \cdot t$, softmax makes
+    them weights, the output is the weighted mean. At $x = 0$ both weights are one half. Move $x$ a little.
 
-    - First lever: the score of the other token moves by $t$ times as much.
-    - Second lever: each bit of weight that moves takes the output $t$ times as far.
+    - First lever: the score of the other moves $t$ times as much.
+    - Second lever: each weight takes the output $t$ times as far.
     """)
     return
 
@@ -285,16 +289,7 @@ def _():
     ## The theorem, and all its exceptions
 
     A speed limit $L$ would have to be larger than $t^2/4 + 1/2$ for every $t$. No number is. The
-    same happens with any number of tokens of any width. Let $X$ be the matrix of $n$ tokens, one per
-    row, each of $d$ numbers. Attention multiplies it by three learned matrices: $X W_Q$ are the
-    queries, $X W_K$ the keys, $X W_V$ the values. With $A = W_Q W_K^\top$, which is $d$ by $d$
-    (the factor $1/\sqrt{d_k}$ of [attention](../attention/) is taken to be part of $W_Q$ here),
-
-    $$\mathrm{Att}(X) = P\,X\,W_V,$$
-
-    where row $i$ of $P$ is the softmax of row $i$ of the scores $X A X^\top$.
-
-    The distance of two such tables is the root of the sum of the squared differences of their entries.
+    same happens with any number of tokens of any width:
 
     **Theorem.** $\mathrm{Att}$ has a Lipschitz constant on the set of *all* inputs $X$ (in symbols $\mathbb{R}^{n \times d}$) if and
     only if $n = 1$, or $W_Q W_K^\top = 0$, or $W_V = 0$.
@@ -303,6 +298,24 @@ def _():
     move a weight. Values that are 0 have nothing to carry. It is easy to remember only
     $W_Q W_K^\top \ne 0$ and to forget the other two.
     """)
+    return
+
+
+@app.cell
+def _():
+    details(
+        mo.md(r"""
+        $X$ is the matrix of $n$ tokens, one per row, each of $d$ numbers. Attention multiplies it by three learned matrices: $X W_Q$
+        are the queries, $X W_K$ the keys, $X W_V$ the values. With $A = W_Q W_K^\top$, which is $d$ by $d$
+        (the factor $1/\sqrt{d_k}$ of [attention](../attention/) is taken to be part of $W_Q$ here),
+
+        $$\mathrm{Att}(X) = P\,X\,W_V,$$
+
+        where row $i$ of $P$ is the softmax of row $i$ of the scores $X A X^\top$. The distance of two such tables is the root of the sum of
+        the squared differences of their entries.
+        """),
+        title="The letters",
+    )
     return
 
 
@@ -851,7 +864,7 @@ def _(run_path):
                 "number",
                 "singular value",
                 "map",
-                title="Singular values of your first block",
+                title="Singular values of the first block",
             ),
             details(
                 claim(
@@ -888,8 +901,8 @@ def _(ball_size, own_model, own_tokens):
     mo.vstack(
         [
             mo.md(
-                "A certificate: how sensitive each attention layer can be not only at a text but anywhere within "
-                f"a distance of {ball_size.value:g} of it (a text that is built in)."
+                "A certificate: how sensitive each attention layer can be anywhere within "
+                f"{ball_size.value:g} of a built-in text."
             ),
             table(
                 [
@@ -903,13 +916,15 @@ def _(ball_size, own_model, own_tokens):
                     for c in certified
                 ]
             ),
-            claim(
-                "LP-13 LP-19",
-                "In every layer: at the text, at most what is reached in the ball, at most the bound.",
-                all(
-                    c.centre.lower <= c.lower * (1 + 1e-9)
-                    and (c.upper is None or c.lower <= c.upper)
-                    for c in certified
+            details(
+                claim(
+                    "LP-13 LP-19",
+                    "In every layer: at the text, at most what is reached in the ball, at most the bound.",
+                    all(
+                        c.centre.lower <= c.lower * (1 + 1e-9)
+                        and (c.upper is None or c.lower <= c.upper)
+                        for c in certified
+                    ),
                 ),
             ),
         ]
@@ -920,10 +935,9 @@ def _(ball_size, own_model, own_tokens):
 @app.cell
 def _():
     what_breaks(
-        r"The theorem is about *all* inputs. In a trained model a norm layer stands before attention, so tokens are never long and the "
-        r"bound with $R$ applies; but that norm layer divides by the spread of its token, and its own constant is $1/\sqrt\epsilon$. Between "
-        r"them they have a constant for the whole block, and it is far too large to be useful. What is useful is local: the "
-        r"measured norm at a text, and a certificate in a ball around it."
+        r"The theorem is about *all* inputs. In a model a norm layer keeps tokens short, and the bound with $R$ "
+        r"applies; but it divides by the spread of its token, its own constant is $1/\sqrt\epsilon$, and the bound for the whole block is far "
+        r"too wide to be useful. What is useful is local: the measured norm at a text, and a certificate in a ball around it."
     )
     return
 

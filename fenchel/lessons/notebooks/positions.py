@@ -10,7 +10,7 @@ app = marimo.App(
 
 with app.setup:
     from dataclasses import replace
-    from itertools import pairwise
+    from itertools import pairwise, product
     from pathlib import Path
 
     import marimo as mo
@@ -224,6 +224,7 @@ def _():
 def clock_hands():
     d = 64
     speeds = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    _stands = (0, 10, 20, 50, 80, 110, 140, 170, 190, 200)
     clocks = Scene(
         "clock_hands",
         {"m": 20, "gap": 30},
@@ -232,6 +233,7 @@ def clock_hands():
         names=["6 per turn", "63 per turn", "628 per turn", "47,117 per turn"],
         turn=-1,
         top=200,
+        places=[{"m": m, "gap": n - m} for m, n in product(_stands, repeat=2)],
     )
     mo.vstack(
         [
@@ -273,6 +275,7 @@ def _(clocks, d, speeds):
                 "product",
                 "vectors",
                 title=f"PE({_m}) . PE({_m} + distance), d = 64",
+                x_range=(0, 200),
                 y_range=(-35, 35),
                 here=[{"distance": abs(_n - _m)}],
             ),
@@ -404,6 +407,7 @@ def rotating_arrows():
         names=[f"pair {i}" for i in range(4)],
         turn=1,
         top=60,
+        places=[{"m": m, "gap": n - m} for m, n in product(range(0, 61, 5), repeat=2)],
     )
     mo.vstack(
         [

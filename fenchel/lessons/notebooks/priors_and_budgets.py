@@ -48,7 +48,7 @@ def _():
 @app.cell
 def _():
     guess = question(
-        "Before any score is known, an alternative has the weight 0. Then its score turns out to be the highest of all. Which "
+        "Before any score is known, an alternative has the weight 0. Then its score is the highest of all. Which "
         "weight does softmax give it?",
         ["nearly 1", "its fair share, by its score", "0"],
     )
@@ -73,11 +73,9 @@ def _():
     ## No reason to prefer one
 
     You look for something in a drawer with $K$ boxes and know nothing. The fair start is to give each box the same weight,
-    $u_i = 1/K$, the *prior*: what you believe before you look. Attention starts in the same way. It has a *query* $q$
-    (what is looked for), *keys* $k_1, \dots, k_K$ (what each box offers) and *values* (what is in it). The score of box $i$ is the
-    product $z_i = k_i \cdot q$ (multiply entry by entry and add), large when both point the same way. As scores come in, weight moves:
+    $u_i = 1/K$, the *prior*: what you believe before you look. As scores come in, weight moves:
 
-    $$p_i = \frac{e^{\beta\, k_i \cdot q}}{\sum_j e^{\beta\, k_j \cdot q}} .$$
+    $$p_i = \frac{e^{\beta z_i}}{\sum_j e^{\beta z_j}} .$$
 
     $\beta$ (beta), the *inverse temperature*, says how much a score is trusted.
     """)
@@ -100,6 +98,11 @@ def _():
     mo.vstack(
         [
             details(
+                mo.md(r"""
+                Attention starts in the same way. It has a *query* $q$ (what is looked for), *keys* $k_1, \dots, k_K$ (what each box
+                offers) and *values* (what is in it). The score of box $i$ is the product $z_i = k_i \cdot q$ (multiply entry by entry
+                and add), large when both point the same way.
+                """),
                 claim(
                     "SM-47",
                     "A query of zeros has no reason to prefer a key: attention returns the plain mean of the values.",
@@ -135,12 +138,12 @@ def _():
     ## A leash
 
     Tie a dog to a post. The post is the prior $u$; the scores are smells that pull; the leash is elastic, and stretching it costs.
-    The dog stops where pulling further would cost more than it gains. Write this down with the *divergence*
-    $\mathrm{KL}(p \| u) = \sum_i p_i \log (p_i / u_i)$ as the stretch (its unit is the *nat*, from the natural logarithm):
+    The dog stops where going on costs more than it gains. The stretch is the *divergence*
+    $\mathrm{KL}(p \| u) = \sum_i p_i \log (p_i / u_i)$, in *nats*. The best distribution
 
-    $$p^* = \arg\max_{p \in \Delta}\; \sum_i p_i z_i - \frac1\beta\, \mathrm{KL}(p \| u).$$
+    $$p^* = \arg\max_p\; \sum_i p_i z_i - \frac1\beta\, \mathrm{KL}(p \| u)$$
 
-    $\Delta$ is the set of all distributions, and $\arg\max$ the one at which the total is largest. The answer is softmax with the prior in front,
+    is softmax with the prior in front,
     $p^*_i = u_i e^{\beta z_i} / Z$ with $Z = \sum_j u_j e^{\beta z_j}$. A weak leash is a large $\beta$. From here on the example has the
     scores 0, 1 and 3.
     """)
@@ -151,7 +154,15 @@ def _():
 def dog_on_a_leash():
     z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
     leash = Scene(
-        "dog_on_a_leash", {"beta": 0.3918, "A": 0.5, "B": 0.3, "C": 0.2}, scores=[0, 1, 3]
+        "dog_on_a_leash",
+        {"beta": 0.3918, "A": 0.5, "B": 0.3, "C": 0.2},
+        scores=[0, 1, 3],
+        places=[
+            {"beta": beta, "A": a / 10, "B": b / 10, "C": (10 - a - b) / 10}
+            for beta in (0.05, 0.1, 0.2, 0.3918, 0.6, 1.0, 2.0, 5.0)
+            for a in range(11)
+            for b in range(11 - a)
+        ],
     )
     mo.vstack(
         [
@@ -185,6 +196,13 @@ def _(leash, z):
     others = _drawn * (chosen > 0)
     others = others / others.sum(-1, keepdim=True)
     lost = top - total(others)
+    if (chosen > 0).sum() == 1:
+        _rivals = "From a corner every other distribution costs infinitely much"
+    else:
+        _rivals = (
+            "Each of 2,000 random rivals $q$ earns less, by exactly $\\mathrm{KL}(q \\| p)/\\beta$ (to "
+            f"{number((lost - divergence(others, p) / beta).abs().max().item(), 1)}, the rounding of the computer)"
+        )
     mo.vstack(
         [
             table(
@@ -199,14 +217,12 @@ def _(leash, z):
             ),
             claim(
                 "SM-35 SM-37 E95",
-                f"Softmax reaches $\\frac1\\beta \\log Z = {top:.4f}$. Each of 2,000 random rivals $q$ earns less, by exactly "
-                "$\\mathrm{KL}(q \\| p)/\\beta$ (to "
-                f"{number((lost - divergence(others, p) / beta).abs().max().item(), 1)}, the rounding of the computer). The maximum is "
+                f"Softmax reaches $\\frac1\\beta \\log Z = {top:.4f}$. {_rivals}. The maximum is "
                 "reached at softmax and nowhere else: the *variational principle of Gibbs*.",
                 torch.allclose(p, by_formula, atol=1e-12)
                 and abs(total(p).item() - top) < 1e-12
                 and torch.allclose(lost, divergence(others, p) / beta, atol=1e-10)
-                and (lost > 0).all(),
+                and ((lost > 0).all() or (chosen > 0).sum() == 1),
             ),
             claim(
                 "SM-38",

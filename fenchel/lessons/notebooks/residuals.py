@@ -18,7 +18,7 @@ with app.setup:
 
     import fenchel
     from fenchel.attention import Causal, attend
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -211,7 +211,7 @@ def _():
 
 @app.cell
 def residual_circle():
-    stack = Scene("residual_circle", {"layers": 6}, stops={"layers": range(1, 33)})
+    stack = Scene("residual_circle", {"layers": 6}, places=all_places(layers=range(1, 33)))
     stack
     return (stack,)
 

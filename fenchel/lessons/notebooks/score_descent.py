@@ -17,7 +17,7 @@ with app.setup:
     import torch
 
     import fenchel
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -92,7 +92,11 @@ def _():
 
 @app.cell
 def circle_and_ellipse():
-    desk = Scene("circle_and_ellipse", {"gear": 3.0, "angle": 200})
+    desk = Scene(
+        "circle_and_ellipse",
+        {"gear": 3.0, "angle": 200},
+        places=all_places(gear=[i / 2 for i in range(2, 21)], angle=range(0, 360, 5)),
+    )
     desk
     return (desk,)
 

@@ -15,7 +15,7 @@ with app.setup:
     import torch
 
     import fenchel
-    from fenchel.lessons.scene import Scene
+    from fenchel.lessons.scene import Scene, all_places
     from fenchel.lessons.widgets import (
         Exercise,
         answer,
@@ -69,12 +69,11 @@ def _():
     mo.md(r"""
     ## Shares of a budget
 
-    Three restaurants have scores, and you divide a hundred evenings. Always the best one earns the most points, and is
-    dull; everywhere equally often is varied, and wastes points. Suppose variety is paid for too: it earns $T$ points per unit.
+    Three restaurants have scores, and you divide a hundred evenings. Always the best one is dull; all equally often wastes
+    points. So variety is paid for too: $T$ points per unit.
 
-    Each grey dot is one of a thousand random divisions: the higher, the more points; the further right, the more variety.
-    All on the orange line have the same total, so it falls by $T$ per unit of variety. Where it touches the grey region,
-    there is the best division, *softmax*.
+    Each grey dot is one of a thousand random divisions. All on the orange line have the same total: it falls by $T$ per unit of
+    variety. Where it touches the grey region is the best division, *softmax*.
 
     *Pull the orange ring along the edge. Drag C up to B: what happens to the corner between them? Can a dot lie above the
     line?*
@@ -87,10 +86,12 @@ def points_and_variety():
     drawn = torch.empty(1000, 3, dtype=torch.float64)
     drawn.exponential_(generator=torch.Generator().manual_seed(0))
     rivals = drawn / drawn.sum(-1, keepdim=True)
+    _scores = [0.0, 1.0, 2.0, 3.0]
     evenings = Scene(
         "points_and_variety",
         {"T": 1.0, "A": 1.0, "B": 2.0, "C": 0.0},
         rivals=[[round(share, 6) for share in q] for q in rivals.tolist()],
+        places=all_places(T=[0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5], **dict.fromkeys("ABC", _scores)),
     )
     evenings
     return evenings, rivals
@@ -311,17 +312,28 @@ def _():
     ## How it reacts
 
     A committee has a fixed number of votes. When one candidate gains, the votes come from the
-    others, in proportion to what each of them has. In numbers, at $T = 1$: raise $z_j$ by a tiny
-    $\varepsilon$. Then $e^{z_j}$ grows by the share $\varepsilon$ of itself and the sum of all by the share $\varepsilon p_j$. Each
-    $p_i$ is divided by that larger sum and loses $\varepsilon p_i p_j$; $p_j$ alone gains $\varepsilon p_j$ first. This is what the derivative says:
+    others, in proportion to what each of them has. This is what the derivative says, at $T = 1$:
 
     $$\frac{\partial p_i}{\partial z_j} = p_i (\delta_{ij} - p_j), \qquad
     J = \mathrm{diag}(p) - p\,p^\top .$$
 
-    $\delta_{ij}$, Kronecker's delta, is 1 where $i = j$ and 0 elsewhere. $J$, the *Jacobian*, is the table of all these slopes;
-    $\mathrm{diag}(p)$ has $p$ on its diagonal and $p\,p^\top$ the entries $p_i p_j$. At another temperature $J$ is multiplied by
-    $\beta$.
+    $J$, the *Jacobian*, is the table of all these slopes. At another temperature it is multiplied by $\beta$.
     """)
+    return
+
+
+@app.cell
+def _():
+    details(
+        mo.md(r"""
+        Raise $z_j$ by a tiny $\varepsilon$. Then $e^{z_j}$ grows by the share $\varepsilon$ of itself and the sum of all by the share
+        $\varepsilon p_j$. Each $p_i$ is divided by that larger sum and loses $\varepsilon p_i p_j$; $p_j$ alone gains $\varepsilon p_j$ first.
+
+        $\delta_{ij}$, Kronecker's delta, is 1 where $i = j$ and 0 elsewhere; $\mathrm{diag}(p)$ has $p$ on its diagonal and
+        $p\,p^\top$ the entries $p_i p_j$.
+        """),
+        title="In numbers",
+    )
     return
 
 

@@ -138,7 +138,7 @@ def _(entmax, islands, names, z):
             claim(
                 "SM-26",
                 f"The weights are {', '.join(f'{w:.3f}' for w in _p.tolist())}. One sea level explains them all, and the four conditions of optimality ([Lagrange](../lagrange/)) hold: the weights maximise average score minus "
-                r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is minus the *entropy of Tsallis*, "
+                r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is the *entropy of Tsallis* with its sign reversed, "
                 r"for $\alpha \to 1$ the usual $\sum_i p_i \log p_i$.",
                 torch.allclose(level, level[0].expand_as(level), atol=1e-8)
                 and max(fenchel.kkt(choice, peaks, _p)) < 1e-8,
