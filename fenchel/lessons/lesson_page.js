@@ -276,6 +276,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 document.querySelectorAll("[data-control]").forEach(place);
 Promise.all([unpacked(data.pieces), progress.ready]).then(([found]) => {
 	pieces = found;
+	redraw(); // those that no state replaces, before the page calls itself ready
 	document.body.dataset.ready = "yes";
 	move(read());
 });

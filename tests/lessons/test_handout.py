@@ -47,8 +47,8 @@ def test_it_prints_on_two_sides_and_a_page_for_the_key(sheet: Path) -> None:
     browser = Browser()
     try:
         browser.open(sheet)
-        browser.until(lambda: browser.run("return document.body.dataset.ready"))
-        assert browser.run("return document.querySelectorAll('.sheet .chart > svg').length") == 1
+        charts = "return document.querySelectorAll('.sheet .chart > svg').length"
+        browser.until(lambda: browser.run(charts) == 1)  # drawn once the page has a width
         assert browser.console() == []
         options = {"preferCSSPageSize": True, "printBackground": True}
         made = browser.driver.execute_cdp_cmd("Page.printToPDF", options)
