@@ -17,8 +17,11 @@ torch.ops.mkldnn._reorder_linear_weight, _linear_pointwise, _is_mkldnn_bf16_supp
 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention
 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 torch.ops.aten._scaled_dot_product_flash_attention_backward
+torch.ops.aten._scaled_dot_product_cudnn_attention, _scaled_dot_product_cudnn_attention_backward
+torch._fused_sdp_choice
     torch's fused attention with the logarithm of the normaliser of every row, and its derivative.
-    The public ``scaled_dot_product_attention`` keeps the normaliser to itself.
+    The public ``scaled_dot_product_attention`` keeps the normaliser to itself, and does not
+    tell which kernel it takes.
 torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
@@ -100,6 +103,9 @@ try:
     _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     _flash_gpu = torch.ops.aten._scaled_dot_product_flash_attention
     _flash_gpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    _fused_choice = torch._fused_sdp_choice
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     _backward_pass = torch._C._current_graph_task_id
     nn_functions = torch._C._nn
@@ -110,6 +116,8 @@ except AttributeError as error:
         f"fenchel needs torch{VERSIONS}, got torch {torch.__version__}: {error}."
     ) from error
 
+_CUDNN = 3
+"""What torch._fused_sdp_choice returns for cuDNN's kernel, SDPBackend.CUDNN_ATTENTION."""
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -142,23 +150,30 @@ def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
     return _softmax_backward(g, p, -1, p.dtype)
 
 
-def flash_attention(
+def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
 ) -> tuple[Any, ...]:
     """(o, lse, ...): outputs, log sum exp of every row (B, H, T), and what the derivative needs.
 
-    A ``mask`` is added to the scores, on a CPU only; a row that it closes has lse = 0. Heads are
-    grouped by the shapes.
+    On a GPU by the kernel that ``scaled_dot_product_attention`` takes, cuDNN's or FLASH. A ``mask``
+    is added to the scores, on a CPU only; a row that it closes has lse = 0. Heads are grouped by
+    the shapes.
     """
     found: tuple[Any, ...]
-    if q.is_cuda:
-        found = _flash_gpu(q, k, v, 0.0, causal, False, scale=scale)
-        return found[:8]
-    found = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return found
+    if not q.is_cuda:
+        found = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return found
+    if not torch.compiler.is_compiling():  # which cannot trace the choice
+        grouped = k.shape[1] != q.shape[1]
+        kind = _fused_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+        if kind == _CUDNN:
+            o, lse, *rest = _cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)[:8]
+            return o, lse.squeeze(-1), _CUDNN, *rest
+    o, lse, *rest = _flash_gpu(q, k, v, 0.0, causal, False, scale=scale)[:8]
+    return o, lse, None, *rest
 
 
-def flash_attention_backward(
+def fused_attention_backward(
     go: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     found: tuple[Any, ...],
@@ -167,15 +182,21 @@ def flash_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of <go, o> in q, k and v, where ``found`` is what ``flash_attention`` gave."""
+    """The gradients of <go, o> in q, k and v, where ``found`` is what ``fused_attention`` gave."""
     gradients: tuple[Tensor, Tensor, Tensor]
-    if go.is_cuda:
-        o, lse, *sizes, seed, offset = found
+    if not go.is_cuda:
+        gradients = _flash_cpu_backward(go, *qkv, *found, 0.0, causal, attn_mask=mask, scale=scale)
+        return gradients
+    o, lse, kind, *sizes, seed, offset = found
+    if kind == _CUDNN:
+        lse = lse.unsqueeze(-1)
+        gradients = _cudnn_backward(
+            go, *qkv, o, lse, seed, offset, None, *sizes, 0.0, causal, scale=scale
+        )
+    else:
         gradients = _flash_gpu_backward(
             go, *qkv, o, lse, *sizes, 0.0, causal, seed, offset, scale=scale
         )
-    else:
-        gradients = _flash_cpu_backward(go, *qkv, *found, 0.0, causal, attn_mask=mask, scale=scale)
     return gradients
 
 

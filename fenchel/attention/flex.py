@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import (
 
 from fenchel.attention.bias import Sink
 from fenchel.attention.prior import Combined, Prior, PriorSum, ScoreIndex
+from fenchel.attention.sink import with_sink_factor
 from fenchel.attention.spec import AttentionSpec
 
 _KINDS = 64
@@ -54,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
     sink = None
-    if type(prior) is Sink and prior.padded and S > 1:  # a factor of the outputs: see sdpa.py
+    if type(prior) is Sink and prior.padded and S > 1:  # a factor of the outputs
         k, v, S, sink, prior = k[:, :, 1:], v[:, :, 1:], S - 1, prior, prior.prior
     mask, biased = None, False
     if prior is not None:
@@ -80,8 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         return out
     out, aux = found
     lse: Tensor = aux.lse
-    share = torch.sigmoid(lse - sink.by_query.to(lse.device, lse.dtype))
-    return (share.unsqueeze(-1) * out).to(out.dtype)
+    return with_sink_factor(out, lse, sink.by_query.to(lse.device, lse.dtype).expand(lse.shape))
 
 
 def has_table(prior: Prior) -> bool:

@@ -8,14 +8,10 @@ beta is multiplied into the scale.
 Derivatives: reverse only. torch raises on forward mode and on a second derivative; it does not
 return zeros. ``attend`` therefore never picks this back end while a tangent is carried.
 
-**A sink** costs no more than the same call without one. With o and lse = log Z of the true keys,
-
-    g  = sigmoid(lse - r) = Z / (Z + e^r)        o' = g o        lse' = log(Z + e^r)
-
-are the outputs with a sink of score r (its value is 0) and their normaliser. The derivative of the
+**A sink** is a factor of the same call without one (attention/sink.py). The derivative of torch's
 kernels is a function of the outputs and the normaliser of the rows: with p_j = exp(z_j - lse') and
 sum_j p_j <go, v_j> = <go, o'>, they give the gradients of q, k and v under the sink if they are
-given o' and lse' in place of o and lse. That of r is -(1 - g) <go, o'>.
+given o' and lse' in place of o and lse.
 
 **bfloat16 on a CPU.** There the backward pass of torch's kernel takes four fifths of the time of
 attention and is slower than in float32. Short sequences that are trained are therefore computed by
@@ -39,11 +35,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from fenchel.attention.bias import Sink
 from fenchel.attention.mask import Causal
 from fenchel.attention.prior import Prior, PriorLike
+from fenchel.attention.sink import apply_sink, sink_gradients
 from fenchel.attention.spec import AttentionSpec
 from fenchel.torch_internals import (
     autocast_enabled,
-    flash_attention,
-    flash_attention_backward,
+    fused_attention,
+    fused_attention_backward,
     in_func_transform,
     softmax_backward,
 )
@@ -143,22 +140,22 @@ class _FusedSink(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        o, lse, *rest = flash_attention(q, k, v, mask, causal=causal, scale=scale)
-        r = r.to(lse.dtype)
-        share: Tensor = torch.sigmoid(lse - r).unsqueeze(-1)
-        out: Tensor = (share * o).to(o.dtype)
-        ctx.save_for_backward(q, k, v, r, out, torch.logaddexp(lse, r), mask)
+        o, lse, *rest = fused_attention(q, k, v, mask, causal=causal, scale=scale)
+        out, total = apply_sink(o, lse, r, in_place=True)
+        ctx.save_for_backward(q, k, v, r, out, lse, total, mask)
         ctx.rest, ctx.causal, ctx.scale = rest, causal, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, go: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, r, o, lse, mask = ctx.saved_tensors
-        gq, gk, gv = flash_attention_backward(
-            go, (q, k, v), (o, lse, *ctx.rest), mask, causal=ctx.causal, scale=ctx.scale
+        q, k, v, r, out, lse, total, mask = ctx.saved_tensors
+        gq, gk, gv = fused_attention_backward(
+            go, (q, k, v), (out, total, *ctx.rest), mask, causal=ctx.causal, scale=ctx.scale
         )
-        mean = (go.to(r.dtype) * o.to(r.dtype)).sum(-1)
-        return gq, gk, gv, -torch.exp(r - lse) * mean, None, None, None
+        gr = None
+        if ctx.needs_input_grad[3]:
+            gr, _ = sink_gradients(go, out, lse, r, of_o=False)
+        return gq, gk, gv, gr, None, None, None
 
 
 def fused(
