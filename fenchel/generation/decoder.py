@@ -108,6 +108,8 @@ class Row:
     """The output of the encoder, (S, M)."""
     steering: Steering | None = None
     """What is added to its stream."""
+    prior: "Row | None" = None
+    """The unsteered row whose law limits that of this one, where the device draws."""
 
     @property
     def length(self) -> int:
@@ -519,7 +521,12 @@ class Decoder:
         if self._arrived:
             free = (GREEDY, 0)
             settings = [free if row is None else (row.sampling, row.seed) for row in self.rows]
-            recorded.set_sampling(RowSampling.of(settings))
+            budgets = {
+                row.index: (row.prior.index, row.steering.budget)
+                for row in self.active
+                if row.prior is not None and row.steering is not None and row.steering.budget
+            }
+            recorded.set_sampling(RowSampling.of(settings, budgets))
             if self.steered:
                 like = self.model.embed.weight
                 recorded.set_vectors(stacked_vectors(_steerings(self.rows), like) or {})

@@ -51,7 +51,7 @@ from fenchel.generation.plain_decoder import (
     plain_norm,
     why_not_plain,
 )
-from fenchel.generation.sampling import RowSampling, draw
+from fenchel.generation.sampling import RowSampling, Sampling, draw
 from fenchel.model import Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.forward_context import AttentionOverride, Observer
@@ -305,10 +305,8 @@ class RecordedStep:
         B = buckets[-1]
         zeros = torch.zeros(5, B, dtype=torch.long, device=self.device)
         self.rows = RowState(*zeros.unbind())
-        ones = torch.ones(B, device=self.device)
-        self.settings = RowSampling(
-            ones, ones.clone(), ones.clone(), torch.ones_like(zeros[0]), torch.ones_like(zeros[0])
-        )
+        free = [(Sampling(temperature=0.0), 0)] * B
+        self.settings = RowSampling(*(x.to(self.device) for x in RowSampling.of(free)))
         self.caches = {
             rows: cache.select(slice(0, rows), [0] * rows, token_B=self.rows.number[:rows])
             for rows in buckets

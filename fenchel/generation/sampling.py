@@ -29,6 +29,9 @@ stay if its v stays. If not, all that stay are before v, and the search goes on 
 share that is left shrinks as in quickselect: about 1 + log(1 / top_p) rounds, hardly ever more than
 two. On a GPU a draw is one kernel (kernels/draw_token.py).
 
+**Budgets.** A row with a budget draws from a law between its own and that of another row, and both
+read the token (generation/steering.py).
+
 Shapes: logits (B, V) -> ids (B,).
 
 Steele, Lea and Flood (2014), Fast splittable pseudorandom number generators.
@@ -43,6 +46,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from fenchel.generation.steering import aim_below, within_budget
 
 NOT_FINITE = (
     "the largest logit of a row is not finite, so no token can be drawn; "
@@ -213,10 +218,25 @@ class RowSampling(NamedTuple):
     """The vocabulary or more keeps all."""
     key: Tensor
     """Of the seed (``seed_key``)."""
+    prior: Tensor
+    """The row whose law is the prior of a budget, itself where there is none; -1 for such a prior,
+    which reads the token of the other."""
+    kappa: Tensor
+    """KL to the prior at most, in nats; inf where there is none."""
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[Sampling, int]]) -> "RowSampling":
-        """From settings and seeds, on the CPU: float32 and int64."""
+    def of(
+        cls,
+        rows: Sequence[tuple[Sampling, int]],
+        budgets: Mapping[int, tuple[int, float]] | None = None,
+    ) -> "RowSampling":
+        """From settings and seeds, on the CPU: float32 and int64.
+
+        ``budgets`` are priors and kappas by row.
+        """
+        prior_B, kappa_B = torch.arange(len(rows)), torch.full((len(rows),), torch.inf)
+        for b, (u, kappa) in (budgets or {}).items():
+            prior_B[b], prior_B[u], kappa_B[b] = u, -1, kappa
         everything = torch.iinfo(torch.int32).max
         return cls(
             torch.tensor([s.temperature and max(s.temperature, _MIN_TEMPERATURE) for s, _ in rows]),
@@ -224,6 +244,8 @@ class RowSampling(NamedTuple):
             torch.tensor([s.min_p or 0.0 for s, _ in rows]),
             torch.tensor([min(s.top_k or everything, everything) for s, _ in rows]),
             seed_key(torch.tensor([seed for _, seed in rows], dtype=torch.int64)),
+            prior_B,
+            aim_below(kappa_B),
         )
 
 
@@ -243,6 +265,9 @@ def draw(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
     if logits_BV.device.type == "mps":  # which has no float64
         there = RowSampling(*(x.cpu() for x in settings))
         return draw(logits_BV.cpu(), there, n_B.cpu()).to(logits_BV.device)
+    limited_L = settings.kappa.isfinite().nonzero().squeeze(-1)
+    if len(limited_L):
+        return _draw_within_budgets(logits_BV, settings, n_B, limited_L)
     top_B, token_B = logits_BV.max(-1)
     if bool(settings.temperature.any()):
         T_B1 = torch.where(settings.temperature > 0, settings.temperature, 1.0).unsqueeze(-1)
@@ -251,6 +276,18 @@ def draw(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
         drawn_B = _draw(z_BV, settings, n_B)
         token_B = torch.where(settings.temperature > 0, drawn_B, token_B)
     return torch.where(top_B.isfinite(), token_B, -1)
+
+
+def _draw_within_budgets(
+    logits_BV: Tensor, settings: RowSampling, n_B: Tensor, limited_L: Tensor
+) -> Tensor:
+    """The same where the rows ``limited_L`` draw within a budget, for themselves and a prior."""
+    prior_L = settings.prior[limited_L]
+    laws_LV = within_budget(logits_BV[limited_L], logits_BV[prior_L], settings.kappa[limited_L])
+    logits_BV = logits_BV.to(laws_LV.dtype).index_copy(0, limited_L, laws_LV)
+    free = settings._replace(kappa=torch.full_like(settings.kappa, torch.inf))
+    token_B = draw(logits_BV, free, n_B)
+    return token_B.index_copy(0, prior_L, token_B[limited_L])
 
 
 def _draw(z_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ A recorded step is faster than a pass over a guess.
 
 **Steering.** A request may be steered (generation/steering.py). With a budget per token it has a
 second row that is not, which reads the same tokens: its prompt is read first, and the law that a
-token is drawn from lies between those of the two rows.
+token is drawn from lies between those of the two rows. A recorded step draws from it on the device.
 
 T tokens of a prompt or of a chunk of it, V vocabulary.
 """
@@ -63,7 +63,7 @@ from fenchel.generation.sampling import (
     draw,
     log_probabilities,
 )
-from fenchel.generation.steering import Steering, within_budget
+from fenchel.generation.steering import Steering, aim_below, within_budget
 from fenchel.generation.text_stream import TextStream
 
 READ_SECONDS = 0.1
@@ -185,6 +185,8 @@ class Job:
     finished: bool = False
     failed: bool = False
     """Whether its keys may not be finite."""
+    limits_on_device: bool = False
+    """Whether a recorded step draws from the law within the budget."""
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     first_token: float | None = None
@@ -209,7 +211,8 @@ class Job:
     @property
     def drawn_here(self) -> bool:
         """Whether its tokens are drawn from other logits than those of its row."""
-        return self.penalties is not None or self.request.budget is not None
+        limited = self.request.budget is not None
+        return self.penalties is not None or (limited and not self.limits_on_device)
 
 
 @dataclass(eq=False)
@@ -287,6 +290,7 @@ class Scheduler:
         elif request.stop_strings:
             raise ValueError(f"to stop at {request.stop_strings[0]!r} give the tokenizer.")
         job = Job(request, on_update, text, [*request.prompt])
+        job.limits_on_device = self.decoder.kind.recorded and not request.sampling.penalised
         alone = not self.decoder.kind.recorded and not self.decoder.invariant
         alone = alone and not self.decoder.model.config.has_delta  # a state cannot go back
         if request.draft and alone and request.budget is None:
@@ -565,6 +569,7 @@ class Scheduler:
         job.row, self.jobs[row] = row, job
         if job.unsteered is not None:
             job.unsteered.token, job.unsteered.end = token, row.end
+            row.prior = job.unsteered if job.limits_on_device else None
         self.decoder.arrived()
         self._continue(job, token)
 
@@ -580,10 +585,10 @@ class Scheduler:
             del self.jobs[row]
             row.token = token = None
             self._full.append(job)
-        elif not self.decoder.kind.recorded or job.drawn_here:
-            row.token = token
-        if job.unsteered is not None:
-            job.unsteered.token = token
+        if token is None or not self.decoder.kind.recorded or job.drawn_here:
+            for one in (row, job.unsteered):
+                if one is not None:
+                    one.token = token
 
     # Steps
 
@@ -705,7 +710,13 @@ class Scheduler:
         logits_JV = logits_BV
         if [row for _, row in jobs] != list(range(len(logits_BV))):
             logits_JV = logits_BV[torch.tensor([row for _, row in jobs], device=self.device)]
-        logits_JV = self._within_budgets([job for job, _ in jobs], logits_JV, logits_BV)
+        limited = [
+            (i, job)
+            for i, (job, _) in enumerate(jobs)
+            if job.request.budget is not None and (drawn is None or not job.needs_tokens_only)
+        ]
+        if limited:
+            logits_JV = self._within_budgets(limited, logits_JV, logits_BV)
         tokens = self._draw([job for job, _ in jobs], logits_JV, drawn)
         scored = [i for i, (job, _) in enumerate(jobs) if job.request.logprobs is not None]
         scores: dict[int, _Score] = {}
@@ -723,21 +734,22 @@ class Scheduler:
             for i, (job, _) in enumerate(jobs)
         ]
 
-    def _within_budgets(self, jobs: Sequence[Job], logits_JV: Tensor, logits_BV: Tensor) -> Tensor:
-        """The laws of requests with a budget per token, between those of their two rows."""
-        limited = [i for i, job in enumerate(jobs) if job.request.budget is not None]
-        if not limited:
-            return logits_JV
+    def _within_budgets(
+        self, limited: Sequence[tuple[int, Job]], logits_JV: Tensor, logits_BV: Tensor
+    ) -> Tensor:
+        """The laws of some requests, by their numbers, between those of their two rows."""
         unsteered = []
-        for job in (jobs[i] for i in limited):
+        for _, job in limited:
             law_1V, job.unsteered_law = job.unsteered_law, None  # of a prompt that was just read
             if law_1V is None:
                 assert job.unsteered is not None
                 law_1V = logits_BV[job.unsteered.index].unsqueeze(0)
             unsteered.append(law_1V)
-        kappa = torch.tensor([jobs[i].request.budget for i in limited], device=self.device)
-        laws = within_budget(logits_JV[limited], torch.cat(unsteered), kappa)
-        return logits_JV.index_copy(0, torch.tensor(limited, device=self.device), laws)
+        numbers = [i for i, _ in limited]
+        kappa = aim_below(torch.tensor([job.request.budget for _, job in limited]))
+        laws = within_budget(logits_JV[numbers], torch.cat(unsteered), kappa.to(self.device))
+        number_L = torch.tensor(numbers, device=self.device)
+        return logits_JV.to(laws.dtype).index_copy(0, number_L, laws)
 
     def _draw(
         self, jobs: Sequence[Job], logits_JV: Tensor, drawn: Sequence[int] | None

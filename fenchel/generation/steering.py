@@ -347,5 +347,14 @@ def within_budget(steered_BV: Tensor, unsteered_BV: Tensor, kappa_B: Tensor) -> 
     p0_BV, p1_BV = (to_float64(z).log_softmax(-1) for z in (unsteered_BV, steered_BV))
     gain_BV = torch.where(p0_BV == -torch.inf, 0.0, p1_BV - p0_BV)
     lam_B = beta_for_budget(gain_BV, to_float64(kappa_B), p0_BV).clamp(max=1.0)
-    mixed_BV = p0_BV + lam_B.unsqueeze(-1) * gain_BV
-    return mixed_BV.log_softmax(-1).to(steered_BV.dtype).to(steered_BV.device)
+    mixed_BV = p0_BV + torch.where(gain_BV == -torch.inf, gain_BV, lam_B.unsqueeze(-1) * gain_BV)
+    wide = torch.promote_types(steered_BV.dtype, torch.float32)
+    return mixed_BV.log_softmax(-1).to(wide).to(steered_BV.device)
+
+
+def aim_below(kappa_B: Tensor) -> Tensor:
+    """The budgets that laws aim at, so that their rounding in float32 stays within kappa.
+
+    Every way of decoding aims there, so that they draw from the same laws.
+    """
+    return (kappa_B * (1.0 - 1e-4) - 2e-6).clamp(min=0.0)

@@ -10,6 +10,15 @@ than ``top_k`` with a share below ``top_p`` of the sum over the ``top_k`` larges
 w_v >= ``min_p``. If the argmax over all does not stay, all that stay are before it, and the next
 round looks among those. Temperature 0 takes the first largest z.
 
+**Budget.** A row b with prior[b] = u, another row, draws from a law between its own and that of u:
+
+    z = z_b + (1 - lam) (z_u - z_b),    lam <= 1 the largest with KL(p || p_u) <= kappa
+
+over the tokens that both laws p and p_u have. KL rises with lam, and sqrt(2 KL) is a straight line
+near 0: a few steps of Newton's method, confined between two bounds, each a pass over both rows.
+Sums are float32, so lam is accepted from kappa (1 - 1e-4) on. The row u reads the token of b and
+draws none: prior[u] = -1. Of every other row the prior is the row itself.
+
 x depends on the seed of the row, the position n of the token and on v alone: not on other rows, and
 not on what was drawn before. ``draw`` of generation/sampling.py defines the same in torch. n is the
 sum of two numbers in device memory: how many tokens the cache has, and how many left it.
@@ -36,11 +45,13 @@ BLOCK = 4096
 WARPS = 16
 ROUNDS = tl.constexpr(64)
 """Rounds at most; more are hardly possible, since each leaves a random share of the rest."""
+NEWTON_STEPS = tl.constexpr(30)
+"""Steps to lam at most; a bisection would need 14 for the accuracy of kappa."""
 
 
 def draw_token(
     z_BV: Tensor,
-    settings: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    settings: tuple[Tensor, ...],
     n_B: Tensor,
     left_B: Tensor,
     token_B: Tensor,
@@ -48,7 +59,8 @@ def draw_token(
 ) -> None:
     """Draw token n + left of every row into ``token_B`` and, or -1, into ``marked_B``.
 
-    ``settings`` are temperature, top_p and min_p (float32), top_k and key (int64).
+    ``settings`` are temperature, top_p and min_p (float32), top_k, key and prior (int64), and kappa
+    (float32).
     """
     B, V = z_BV.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
@@ -101,6 +113,95 @@ def _ordered(z):  # type: ignore[no-untyped-def]
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def _logit(z_ptr, u_ptr, share_u, mixed, v, V):  # type: ignore[no-untyped-def]
+    """z of the tokens v, -inf beyond the vocabulary; ``share_u`` is 1 - lam."""
+    z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    if mixed:
+        z_u = tl.load(u_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        none = (z == -float("inf")) | (z_u == -float("inf"))
+        z = tl.where(none, -float("inf"), z + share_u * (z_u - z))
+    return z
+
+
+@triton.jit
+def _pair(z_ptr, u_ptr, top_z, top_u, v, V):  # type: ignore[no-untyped-def]
+    """Whether both laws have the tokens v, log p_u and log p - log p_u but for constants."""
+    z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    z_u = tl.load(u_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    both = (z > -float("inf")) & (z_u > -float("inf"))
+    log_u = tl.where(both, z_u - top_u, -float("inf"))
+    return both, log_u, tl.where(both, (z - top_z) - (z_u - top_u), 0.0)
+
+
+@triton.jit
+def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """lam of a row and its prior."""
+    lane = tl.arange(0, BLOCK)
+    low = -float("inf")
+    top_z = tl.full((BLOCK,), low, tl.float32)
+    top_u = tl.full((BLOCK,), low, tl.float32)
+    for start in range(0, V, BLOCK):
+        both, z_u, d = _pair(z_ptr, u_ptr, 0.0, 0.0, start + lane, V)
+        top_z = tl.maximum(top_z, tl.where(both, z_u + d, low))
+        top_u = tl.maximum(top_u, z_u)
+    top_z = tl.max(top_z, 0)
+    top_u = tl.max(top_u, 0)
+
+    sum_u = tl.zeros((BLOCK,), tl.float32)
+    gain_u = tl.zeros((BLOCK,), tl.float32)
+    square_u = tl.zeros((BLOCK,), tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    gain_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        both, log_u, d = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
+        w = tl.exp(log_u)
+        sum_u += w
+        gain_u += w * d
+        square_u += w * d * d
+        w = tl.exp(log_u + d)
+        sum_z += w
+        gain_z += w * d
+    total = tl.sum(sum_u, 0).to(tl.float64)
+    centre = tl.sum(gain_u, 0) / tl.sum(sum_u, 0)
+    variance = tl.sum(square_u, 0) / tl.sum(sum_u, 0) - centre * centre
+    at_1 = tl.sum(sum_z, 0).to(tl.float64)
+    kl = tl.sum(gain_z, 0).to(tl.float64) / at_1 - tl.log(at_1 / total)
+
+    budget = kappa.to(tl.float64)
+    goal = budget * (1.0 - 5e-5)
+    below = tl.where(kl <= budget, 1.0, 0.0).to(tl.float64)
+    above = tl.full((), 1.0, tl.float64)
+    start_at = tl.sqrt(2.0 * goal / tl.maximum(variance, 1e-12).to(tl.float64))
+    lam = tl.minimum(start_at, 1.0)
+    steps = tl.where((kl <= budget) | ~(budget > 0.0), NEWTON_STEPS, 0)
+    while steps < NEWTON_STEPS:
+        sum_w = tl.zeros((BLOCK,), tl.float32)
+        gain_w = tl.zeros((BLOCK,), tl.float32)
+        square_w = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            both, log_u, d = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
+            w = tl.exp(log_u + lam.to(tl.float32) * d)
+            d -= centre
+            sum_w += w
+            gain_w += w * d
+            square_w += w * d * d
+        at_lam = tl.sum(sum_w, 0).to(tl.float64)
+        mean = tl.sum(gain_w, 0).to(tl.float64) / at_lam
+        variance_w = tl.sum(square_w, 0).to(tl.float64) / at_lam - mean * mean
+        kl = lam * (mean + centre) - tl.log(at_lam / total)
+        within = kl <= budget
+        below = tl.where(within, lam, below)
+        above = tl.where(within, above, lam)
+        root = tl.sqrt(2.0 * tl.maximum(kl, 1e-30))
+        trial = lam + (tl.sqrt(2.0 * goal) - root) * root / (lam * variance_w)
+        inside = (trial > below) & (trial < above)
+        enough = within & (kl >= budget * (1.0 - 1e-4))
+        steps = tl.where(enough, NEWTON_STEPS, steps + 1)
+        lam = tl.where(inside, trial, 0.5 * (below + above))
+    return below.to(tl.float32)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw_token(  # type: ignore[no-untyped-def]
     z_ptr,
@@ -109,6 +210,8 @@ def _draw_token(  # type: ignore[no-untyped-def]
     min_p_ptr,
     top_k_ptr,
     key_ptr,
+    prior_ptr,
+    kappa_ptr,
     n_ptr,
     left_ptr,
     token_ptr,
@@ -119,12 +222,18 @@ def _draw_token(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    z_ptr += b * stride
     lane = tl.arange(0, BLOCK)
     low = -float("inf")
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    prior = tl.load(prior_ptr + b)
+    mixed = (prior >= 0) & (prior != b)
+    u_ptr = z_ptr + tl.maximum(prior, 0) * stride
+    z_ptr += b * stride
+    share_u = tl.full((), 0.0, tl.float32)
+    if mixed:
+        share_u = 1.0 - _strength(z_ptr, u_ptr, tl.load(kappa_ptr + b), V, BLOCK)
     temperature = tl.load(temperature_ptr + b)
     top_p = tl.load(top_p_ptr + b)
     min_p = tl.load(min_p_ptr + b)
@@ -138,7 +247,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
     sound = tl.full((BLOCK,), 1, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + lane
-        z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+        z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
         sound = tl.where(z == z, sound, 0)
         better = z > best
         best = tl.where(better, z, best)
@@ -154,7 +263,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             v = start + lane
-            z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+            z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
             w = tl.exp((z - top) / temperature)
             total += w
             key = tl.where((v < V) & (w >= min_p), _key(z, top, temperature, state, v), low)
@@ -173,7 +282,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
                 count = tl.zeros((BLOCK,), tl.int32)
                 for start in range(0, V, BLOCK):
                     v = start + lane
-                    z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                    z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
                     count += ((v < V) & (_ordered(z).to(tl.int64) >= middle)).to(tl.int32)
                 enough = tl.sum(count, 0) >= k
                 below = tl.where(enough, middle, below)
@@ -183,7 +292,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
             count = tl.zeros((BLOCK,), tl.int32)
             for start in range(0, V, BLOCK):
                 v = start + lane
-                z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
                 w = tl.exp((z - top) / temperature)
                 larger = (v < V) & (_ordered(z).to(tl.int64) > below)
                 share += tl.where(larger, w, 0.0)
@@ -194,12 +303,12 @@ def _draw_token(  # type: ignore[no-untyped-def]
         limit = tl.where(top_p < 1.0, limit, float("inf"))
         rounds = tl.where(limited, 0, ROUNDS)
         while rounds < ROUNDS:
-            z_chosen = tl.load(z_ptr + chosen).to(tl.float32)
+            z_chosen = _logit(z_ptr, u_ptr, share_u, mixed, chosen, V)
             share = tl.zeros((BLOCK,), tl.float32)
             count = tl.zeros((BLOCK,), tl.int32)
             for start in range(0, V, BLOCK):
                 v = start + lane
-                z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
                 before = _is_before(z, v, z_chosen, chosen, V)
                 share += tl.where(before, tl.exp((z - top) / temperature), 0.0)
                 count += before.to(tl.int32)
@@ -211,7 +320,7 @@ def _draw_token(  # type: ignore[no-untyped-def]
                 at = tl.zeros((BLOCK,), tl.int32)
                 for start in range(0, V, BLOCK):
                     v = start + lane
-                    z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                    z = _logit(z_ptr, u_ptr, share_u, mixed, v, V)
                     stays = tl.exp((z - top) / temperature) >= min_p
                     stays = stays & _is_before(z, v, z_chosen, chosen, V)
                     key = tl.where(stays, _key(z, top, temperature, state, v), low)
@@ -220,5 +329,8 @@ def _draw_token(  # type: ignore[no-untyped-def]
                     at = tl.where(better, v, at)
                 peak = tl.max(highest, 0)
                 chosen = tl.min(tl.where(highest == peak, at, V - 1), 0)
-    tl.store(token_ptr + b, chosen.to(tl.int64))
-    tl.store(marked_ptr + b, tl.where(fine, chosen, -1).to(tl.int64))
+    marked = tl.where(fine, chosen, -1).to(tl.int64)
+    tl.store(token_ptr + b, chosen.to(tl.int64), mask=prior >= 0)
+    tl.store(marked_ptr + b, marked, mask=prior >= 0)
+    tl.store(token_ptr + prior, chosen.to(tl.int64), mask=mixed)
+    tl.store(marked_ptr + prior, marked, mask=mixed)

@@ -26,6 +26,7 @@ from fenchel.generation import (
     Steering,
     fused_step,
     generate,
+    scheduler,
     steps,
 )
 from fenchel.generation.cpu_step import why_not_packed
@@ -282,6 +283,46 @@ def test_no_token_is_further_from_the_unsteered_law_than_its_budget(
             assert logprob == pytest.approx(float(law[number]), abs=5e-3)
         ids.append(token.id)
     assert all(row is None for row in decoder.rows)
+
+
+@pytest.mark.parametrize("kind", ["graph", "fused"])
+def test_a_recorded_step_draws_within_the_budgets_of_rows_that_join_move_and_slide(
+    kind: str, lively: Build, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first token of a prompt, and a law with penalties, are computed by the host."""
+    monkeypatch.setattr(steps, "why_not_fused", lambda _: None)
+    model = lively(kv_heads=2, context=24)
+    drawn, counts = Sampling(temperature=1.0, top_p=0.9), list[int]()
+    steer = Steering(vectors(32, 1, size=8.0), budget=0.3)
+    wide = Steering(vectors(32, 1, seed=2), budget=0.02)
+    settings = [
+        GenerationSettings(max_new_tokens=n, sampling=sampling, seed=seed, steering=steering)
+        for seed, (n, sampling, steering) in enumerate(
+            [
+                (5, drawn, steer),
+                (16, drawn, None),
+                (16, drawn, wide),
+                (12, GREEDY, steer),
+                (6, replace(drawn, presence_penalty=1.0), wide),
+                (40, drawn, steer),
+            ]
+        )
+    ]
+    requests = [
+        replace(one.request(PROMPTS[n % 3]), past_context=True) for n, one in enumerate(settings)
+    ]
+    wanted = run(Decoder(model, rows=6, step="model"), *requests)
+    record = fused_step.capture_graph if device == "cuda" else run_and_keep
+    decoder = Decoder(model.to(device), rows=6, step=kind, record=record, steered=(1,))
+
+    def within(steered: Tensor, unsteered: Tensor, kappa: Tensor) -> Tensor:
+        counts.append(len(steered))
+        return within_budget(steered, unsteered, kappa)
+
+    monkeypatch.setattr(scheduler, "within_budget", within)
+    assert run(decoder, *requests) == wanted
+    prompts, again, penalised = 5, 2, 5  # again: half a context, when one is full
+    assert sum(counts) == prompts + again + penalised
 
 
 def test_laws_keep_their_budget_and_reach_it(device: str) -> None:

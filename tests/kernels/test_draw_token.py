@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fenchel.generation import Sampling
 from fenchel.generation.sampling import RowSampling, draw
+from fenchel.generation.steering import aim_below
 from fenchel.kernels import draw_token
+from fenchel.kernels.draw_token import _strength
 from fenchel.kernels.draw_token import draw_token as kernel
 from tests.kernels.sm90 import compiled
 
@@ -24,9 +28,16 @@ SETTINGS = [
 ]
 
 
-def both(z: Tensor, settings: list[Sampling], n: list[int], device: str) -> tuple[Tensor, Tensor]:
+def both(
+    z: Tensor,
+    settings: list[Sampling],
+    n: list[int],
+    device: str,
+    budgets: dict[int, tuple[int, float]] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(token, marked) of the kernel, after a check that torch's operations draw the same."""
-    rows = RowSampling.of([(s, (-1) ** i * (i + 3) * 2**37) for i, s in enumerate(settings)])
+    seeds = [(-1) ** i * (i + 3) * 2**37 for i in range(len(settings))]
+    rows = RowSampling.of(list(zip(settings, seeds, strict=True)), budgets)
     wanted = draw(z, rows, torch.tensor(n))
     token, marked = (torch.full((len(z),), 99, device=device) for _ in "tm")
     there = tuple(x.to(device) for x in rows)
@@ -74,6 +85,72 @@ def test_a_row_without_a_finite_largest_is_marked(
     assert ((token >= 0) & (token < 40)).all()  # the next step embeds it in any case
 
 
+@triton.jit
+def _strengths(z_ptr, kappa_ptr, lam_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """lam of every second row, the next one being its prior."""
+    b = tl.program_id(0)
+    kappa = tl.load(kappa_ptr + b)
+    lam = _strength(z_ptr + 2 * b * V, z_ptr + (2 * b + 1) * V, kappa, V, BLOCK)
+    tl.store(lam_ptr + b, lam)
+
+
+def test_strengths_keep_their_budget_and_reach_it(device: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    R, V, shifts = 60, 700, torch.tensor([0.0, 300.0]).view(1, 2, 1)
+    sizes = torch.tensor([0.05, 0.5, 3.0, 12.0, 60.0]).repeat(R // 5).view(R, 1, 1)
+    z = sizes * torch.randn(R, 2, V, generator=generator) + shifts
+    kappa = 10 ** (4 * torch.rand(R, generator=generator) - 3.5)
+    aim, lam = aim_below(kappa).to(device), torch.empty(R, device=device)
+    _strengths[(R,)](z.to(device), aim, lam, V, BLOCK=256)
+    p, p0 = z.double().log_softmax(-1).unbind(1)
+
+    def divergence(lam: Tensor) -> Tensor:
+        law = (p0 + lam.double().unsqueeze(-1) * (p - p0)).log_softmax(-1)
+        return (law.exp() * (law - p0)).sum(-1)
+
+    kl, whole, lam = divergence(lam.cpu()), divergence(torch.ones(R)), lam.cpu()
+    assert bool((kl <= kappa).all())
+    assert bool((lam[whole <= aim.cpu()] == 1.0).all())
+    limited = whole > kappa
+    assert 20 < int(limited.sum()) < R
+    assert bool((kl >= kappa * (1.0 - 3e-4) - 6e-6)[limited].all())
+
+
+@pytest.mark.parametrize("spread", [0.5, 6.0])
+def test_a_row_with_a_budget_draws_between_two_laws_for_both(
+    spread: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that one of the laws does not have are not drawn, and other rows are as before."""
+    monkeypatch.setattr(draw_token, "BLOCK", 32)
+    generator = torch.Generator().manual_seed(4)
+    settings = [one for one in SETTINGS for _ in range(2)]
+    z = spread * torch.randn(len(settings), 93, generator=generator)
+    z[:, 40:] = -torch.inf
+    z[::2, 39] = z[::4, 38] = -torch.inf
+    budgets = {b: (b + 1, 0.02 * b) for b in range(0, len(settings) - 4, 2)}
+    n = list(range(len(settings)))
+    token, _ = both(z, settings, n, device, budgets)
+    alone, _ = both(z, settings, n, device)
+    first, second = token[:-4].view(-1, 2).unbind(1)
+    assert torch.equal(first, second)
+    assert bool((first < 39).all())
+    assert torch.equal(token[-4:], alone[-4:])
+    assert not torch.equal(token, alone)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_law_that_is_not_finite_marks_both_rows(
+    bad: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_token, "BLOCK", 16)
+    z = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    z[1, 37] = z[2, 5] = bad
+    budgets = {0: (1, 0.1), 2: (3, 0.1), 4: (5, 0.1)}
+    _, marked = both(z, [Sampling()] * 6, [1] * 6, device, budgets)
+    assert marked[:4].tolist() == [-1] * 4
+    assert bool((marked[4:] >= 0).all())
+
+
 def test_registers_of_a_hopper_gpu_suffice() -> None:
     (report,) = compiled(
         """
@@ -81,9 +158,9 @@ from fenchel.kernels.draw_token import draw_token
 
 B, V = 128, 32000
 settings = *(torch.empty(B, device="meta") for _ in range(3)),
-numbers = [torch.empty(B, dtype=torch.int64, device="meta") for _ in range(6)]
+numbers = [torch.empty(B, dtype=torch.int64, device="meta") for _ in range(7)]
 z = torch.empty(B, V, dtype=torch.bfloat16, device="meta")
-draw_token(z, (*settings, *numbers[:2]), *numbers[2:])
+draw_token(z, (*settings, *numbers[:3], settings[0]), *numbers[3:])
 """
     )
     assert report["kernel"] == "_draw_token"
