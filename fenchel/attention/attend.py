@@ -27,22 +27,32 @@ other. A query that no key is open to gets zeros, with zero derivatives.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 from warnings import warn
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
-from fenchel.attention.bias import add_sink
+from fenchel.attention.backends import (
+    BACKENDS,
+    CallFacts,
+    backend_named,
+    describe,
+    leave_out,
+    takes_sink_as_factor,
+)
+from fenchel.attention.bias import Sink, with_sink
+from fenchel.attention.mask import Causal
 from fenchel.attention.prior import PriorLike
-from fenchel.attention.sdpa import causal_flag, fused
+from fenchel.attention.sdpa import causal_flag, fused, fused_sink, fuses_sink
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
 from fenchel.attention.spec import (
     SOFTMAX,
     AttentionKeywords,
     AttentionSpec,
     ChoiceLike,
+    as_choice,
     with_temperature,
 )
 from fenchel.choice import Softmax
@@ -138,9 +148,8 @@ def attend(
         out: Tensor | tuple[Tensor, Tensor]
         out = handle_torch_function(attend, (q,), q, k, v, **given)  # type: ignore[arg-type]
         return out
-    if sink is not None or beta is not None:
-        k, v, spec = _extended(k, v, AttentionSpec(choice, prior, scale, softcap), sink, beta)
-        choice, prior = spec.choice, spec.prior
+    if beta is not None:
+        choice = with_temperature(as_choice(choice), beta)
     if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: it costs microseconds in small models.
         of_choice = choice.beta
@@ -162,13 +171,21 @@ def attend(
                 if of_choice != 1.0:
                     scale = of_choice * (D**-0.5 if scale is None else scale)
                 try:
-                    return fused(q, k, v, dropout, causal=causal, scale=scale)
+                    if sink is None:
+                        return fused(q, k, v, dropout, causal=causal, scale=scale)
+                    inner = prior if isinstance(prior, Causal) else None
+                    if q.dtype == k.dtype == v.dtype and fuses_sink(
+                        inner, q.device.type, q.dtype, (T, S, D, v.shape[3]), dropout
+                    ):
+                        outside = Sink(sink, inner, outside=True)
+                        outside.check(B, H, T, S + 1)
+                        return fused_sink(q, k, v, outside, D**-0.5 if scale is None else scale)
                 except RuntimeError:
                     check(q, k, v, dropout)  # raises our message if the dtypes differ
                     raise
-    spec = AttentionSpec(choice, prior, scale, softcap)
-    queries, keys, values, facts = _prepare(q, k, v, spec, dropout, return_weights)
-    axes_out = output_axes(q, k)
+    asked = AttentionSpec(choice, prior, scale, softcap)
+    prepare = partial(_prepare, q, k, v, asked, dropout, return_weights, sink, backend)
+    queries, keys, values, spec, facts = prepare()
     taken = backend_named(backend, facts)
     try:
         out, p = taken.attend(queries, keys, values, spec, dropout)
@@ -183,8 +200,9 @@ def attend(
             RuntimeWarning,
             stacklevel=2,
         )
-        other = backend_named(backend, facts)
-        out, p = other.attend(queries, keys, values, spec, dropout)
+        queries, keys, values, spec, facts = prepare()
+        out, p = backend_named(backend, facts).attend(queries, keys, values, spec, dropout)
+    axes_out = output_axes(q, k)
     out = out.reshape(*axes_out, *out.shape[-2:])
     if not return_weights:
         return out
@@ -211,8 +229,8 @@ def backend_support(
     >>> backend_support(q, q, q, return_weights=True)["sdpa"]
     "torch's fused kernels cannot return the weights"
     """
-    k, v, full = _extended(k, v, AttentionSpec(**spec), sink, beta)
-    *_, facts = _prepare(q, k, v, full, dropout, return_weights)
+    full = _with_beta(AttentionSpec(**spec), beta)
+    facts = _prepare(q, k, v, full, dropout, return_weights, sink, "reference")[-1]
     return {name: backend.why_not(facts) for name, backend in BACKENDS.items()}
 
 
@@ -234,37 +252,46 @@ def selected_backend(
     >>> selected_backend(q, q, q)
     'sdpa'
     """
-    k, v, full = _extended(k, v, AttentionSpec(**spec), sink, beta)
-    *_, facts = _prepare(q, k, v, full, dropout, return_weights)
+    full = _with_beta(AttentionSpec(**spec), beta)
+    facts = _prepare(q, k, v, full, dropout, return_weights, sink, "auto")[-1]
     return backend_named("auto", facts).name
 
 
-def _extended(
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    sink: Tensor | float | None,
-    beta: Tensor | float | None,
-) -> tuple[Tensor, Tensor, AttentionSpec]:
-    """k, v and the spec with the sink as their first key and the temperature in the map."""
-    if beta is not None:
-        spec = replace(spec, choice=with_temperature(spec.choice, beta))
-    if sink is not None:
-        k, v, prior = add_sink(k, v, sink, spec.prior)
-        spec = replace(spec, prior=prior)
-    return k, v, spec
+def _with_beta(spec: AttentionSpec, beta: Tensor | float | None) -> AttentionSpec:
+    return spec if beta is None else replace(spec, choice=with_temperature(spec.choice, beta))
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float, return_weights: bool
-) -> tuple[Tensor, Tensor, Tensor, CallFacts]:
-    """q, k, v with four axes, one batch and one dtype, and the facts of the call."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    dropout: float,
+    return_weights: bool,
+    sink: Tensor | float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, CallFacts]:
+    """q, k, v with four axes, one batch and one dtype, their spec, and the facts of the call.
+
+    A sink becomes a part of the prior, and the first key unless the back end takes it as a factor:
+    the facts are then those of the call without it.
+    """
     q, k, v = under_autocast(q, k, v)
     check(q, k, v, dropout, spec.softcap)
     q, k, v = broadcast_batch(q, k, v)
     if spec.prior is not None:
         spec.prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return q, k, v, describe(q, k, v, spec, dropout, return_weights)
+    if sink is None:
+        return q, k, v, spec, describe(q, k, v, spec, dropout, return_weights)
+    prior = Sink(sink, spec.prior, outside=True)
+    prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2] + 1)
+    if backend in ("auto", "sdpa", "flex") and type(spec.choice) is Softmax:
+        facts = describe(q, k, v, spec, dropout, return_weights, learned=(prior.scores,))
+        if takes_sink_as_factor(backend, facts):
+            return q, k, v, replace(spec, prior=prior), facts
+    k, v = with_sink(k, v)
+    spec = replace(spec, prior=replace(prior, padded=True, outside=False))
+    return q, k, v, spec, describe(q, k, v, spec, dropout, return_weights)
 
 
 _OF_SDPA = {

@@ -90,8 +90,9 @@ def describe(
     spec: AttentionSpec,
     dropout: float = 0.0,
     return_weights: bool = False,
+    learned: tuple[Tensor | float, ...] = (),
 ) -> CallFacts:
-    """The facts of a call with four axes."""
+    """The facts of a call with four axes; ``learned`` may need gradients beside its tensors."""
     tensors = spec.tensors()
     grad = torch.is_grad_enabled()
     learns = grad and any(x.requires_grad for x in tensors)
@@ -115,7 +116,8 @@ def describe(
         beta_is_tensor=isinstance(spec.choice.beta, Tensor),
         return_weights=return_weights,
         learns=learns,
-        gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
+        gradient=learns
+        or (grad and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, *learned))),
         tangent=carries_tangents(),
         transformed=transformed,
         second=reverse + forward > 1,
@@ -341,14 +343,27 @@ def _blocked_cost(call: CallFacts) -> float:
 def _sdpa_cost(call: CallFacts) -> float:
     if call.compiling:
         return -1.0
-    prior, S, sizes = call.prior, call.S, (call.T, call.S, call.D, call.E)
-    if sdpa.fuses_sink(prior, call.device, call.dtype, sizes, call.dropout):
-        assert isinstance(prior, Sink)
+    prior, S = call.prior, call.S
+    if type(prior) is Sink and prior.padded and _sdpa_fuses_sink(prior.prior, S - 1, call):
         prior, S = prior.prior, S - 1
     flag = sdpa.causal_flag(prior, call.T, S)
     if flag is None:
         return _cost(call, "sdpa", 1.0, 1.0)
     return _cost(call, "fused", 0.5 if flag else 1.0)
+
+
+def _sdpa_fuses_sink(prior: Prior | None, S: int, call: CallFacts) -> bool:
+    sizes = (call.T, S, call.D, call.E)
+    return sdpa.fuses_sink(prior, call.device, call.dtype, sizes, call.dropout)
+
+
+def takes_sink_as_factor(name: str, call: CallFacts) -> bool:
+    """Whether the back end serves a sink outside of the keys, for a call described without it."""
+    if name == "auto":
+        name = "sdpa" if call.compiling else cheapest(call).name
+    if name == "sdpa":
+        return _sdpa(call) is None and _sdpa_fuses_sink(call.prior, call.S, call)
+    return name == "flex" and _flex(call) is None
 
 
 def _flex_cost(call: CallFacts) -> float:

@@ -196,6 +196,8 @@ class Sink(Prior):
     prior: Prior | None = None
     padded: bool = False
     """Whether the first key and value are the zeros of ``with_sink``: fused kernels skip them."""
+    outside: bool = False
+    """Whether the sink is not among the keys at all, for kernels that take it as a factor."""
 
     def __post_init__(self) -> None:
         scores = self.scores
@@ -211,6 +213,10 @@ class Sink(Prior):
     def fixed_keys(self) -> int:
         """The sink, where it is the zeros of ``with_sink``."""
         return int(self.padded)
+
+    def without_sink(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The other keys and values, where the sink is zeros or outside."""
+        return (k, v) if self.outside else (k[:, :, 1:], v[:, :, 1:])
 
     @property
     def by_query(self) -> Tensor:

@@ -55,8 +55,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
     sink = None
-    if type(prior) is Sink and prior.padded and S > 1:  # a factor of the outputs
-        k, v, S, sink, prior = k[:, :, 1:], v[:, :, 1:], S - 1, prior, prior.prior
+    if type(prior) is Sink and (prior.outside or (prior.padded and S > 1)):
+        k, v = prior.without_sink(k, v)
+        S, sink, prior = k.shape[2], prior, prior.prior
     mask, biased = None, False
     if prior is not None:
         prior = prior.with_tensors([x.float() for x in prior.tensors()]).with_tables(device)

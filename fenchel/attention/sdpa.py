@@ -68,15 +68,17 @@ def causal_flag(prior: PriorLike, T: int, S: int) -> bool | None:
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     B, H, T, D = q.shape
-    S = k.shape[-2]
     scale, beta = spec.scale_for(D), spec.choice.beta
     if isinstance(beta, Tensor):  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
     if scale == 0.0:  # torch scales after it masks, and 0 times -inf is nan
         q, scale = q * 0.0, 1.0
-    if fuses_sink(spec.prior, q.device.type, q.dtype, (T, S, D, v.shape[3]), dropout):
-        assert isinstance(spec.prior, Sink)
-        return _fused_sink(q, k, v, spec.prior, scale * beta)
+    if type(spec.prior) is Sink and (spec.prior.outside or spec.prior.padded):
+        true_k, true_v = spec.prior.without_sink(k, v)
+        sizes = (T, true_k.shape[2], D, v.shape[3])
+        if fuses_sink(spec.prior.prior, q.device.type, q.dtype, sizes, dropout):
+            return fused_sink(q, true_k, true_v, spec.prior, scale * beta)
+    S = k.shape[2]
     mask, flag = None, causal_flag(spec.prior, T, S)
     if flag is None and spec.prior is not None:
         mask = spec.prior.log(T, S, B=B, H=H, device=q.device, dtype=q.dtype)
@@ -94,34 +96,36 @@ def fuses_sink(
     sizes: tuple[int, int, int, int],
     dropout: float,
 ) -> bool:
-    """Whether a prior is a sink that the kernels serve as a factor, for sizes (T, S, D, E)."""
-    if type(prior) is not Sink or not prior.padded or dropout or in_func_transform():
+    """Whether the kernels serve a sink beside a prior as a factor, for sizes (T, S, D, E).
+
+    S counts the keys without the sink.
+    """
+    if dropout or in_func_transform():
         return False
     # off in sdpa_kernel(SDPBackend.MATH), which second derivatives need
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
     T, S, D, E = sizes
-    inner = prior.prior
-    if D != E or min(T, S - 1, D) < 1:
+    if D != E or min(T, S, D) < 1:
         return False
     if device == "cpu":
-        learned = inner.tensors() if inner is not None and torch.is_grad_enabled() else ()
+        learned = prior.tensors() if prior is not None and torch.is_grad_enabled() else ()
         return not any(x.requires_grad for x in learned)
     half = dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256
-    return device == "cuda" and half and causal_flag(inner, T, S - 1) is not None
+    return device == "cuda" and half and causal_flag(prior, T, S) is not None
 
 
-def _fused_sink(q: Tensor, k: Tensor, v: Tensor, prior: Sink, scale: float) -> Tensor:
-    """Outputs under a sink, whose key and value are the first of k and v."""
+def fused_sink(q: Tensor, k: Tensor, v: Tensor, prior: Sink, scale: float) -> Tensor:
+    """Outputs under a sink whose key and value are not in k and v."""
     if autocast_enabled(q.device.type):  # as torch does for its own function
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    (B, H, T, _), S, inner = q.shape, k.shape[2] - 1, prior.prior
+    (B, H, T, _), S, inner = q.shape, k.shape[2], prior.prior
     mask, flag = None, causal_flag(inner, T, S)
     if flag is None and inner is not None:
         mask = inner.log(T, S, B=B, H=H, device=q.device, dtype=q.dtype).expand(B, H, T, S)
     r_BHT = prior.by_query.to(q.device, torch.promote_types(q.dtype, torch.float32))
     out: Tensor = _FusedSink.apply(  # type: ignore[no-untyped-call]
-        q, k[:, :, 1:], v[:, :, 1:], r_BHT.expand(B, H, T), mask, flag is True, scale
+        q, k, v, r_BHT.expand(B, H, T), mask, flag is True, scale
     )
     return out
 

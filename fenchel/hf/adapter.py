@@ -41,7 +41,7 @@ Written against transformers 5.22; nothing of it is imported before ``register``
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -140,26 +140,29 @@ class AttentionFunction:
             kind, prior = classify_mask(attention_mask, T, S)
         if position_bias is not None:
             prior = Dense(position_bias) if prior is None else prior + Dense(position_bias)
-        if s_aux is not None:
-            if s_aux.numel() != H:
-                raise ValueError(
-                    f"there should be one sink per head, {H}, got shape {tuple(s_aux.shape)}."
-                )
-            key, value, prior = add_sink(key, value, s_aux.reshape(-1), prior)
+        if s_aux is not None and s_aux.numel() != H:
+            raise ValueError(
+                f"there should be one sink per head, {H}, got shape {tuple(s_aux.shape)}."
+            )
+        sink = None if s_aux is None else s_aux.reshape(-1)
         spec = AttentionSpec(self.choice, prior, scaling, softcap)
         if self.observer is not None:
-            self.observer(module, AttentionCall(query, key, value, spec), kind)
+            k, v, whole = key, value, spec
+            if sink is not None:
+                k, v, prior = add_sink(key, value, sink, prior)
+                whole = replace(spec, prior=prior)
+            self.observer(module, AttentionCall(query, k, v, whole), kind)
         config = getattr(module, "config", None)
         with_weights = bool(output_attentions or getattr(config, "output_attentions", False))
         settings: dict[str, Any] = {
             **spec,
+            "sink": sink,
             "dropout": dropout if module.training else 0.0,
             "backend": self.backend,
         }
         weights: Tensor | None = None
         if with_weights:
             output, weights = attend(query, key, value, **settings, return_weights=True)
-            weights = weights if s_aux is None else weights[..., 1:]
         else:
             output = attend(query, key, value, **settings)
         if head_mask is not None:

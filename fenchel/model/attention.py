@@ -208,11 +208,12 @@ class Attention(AttentionHeads):
         if context.observe is not None:
             context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
         sink = self.sink_scores(x_BTM)
-        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context, key_positions, sink)
-        override = context.attention_override
-        o_BHTD = None if override is None else override(layer, call)
+        qkv, override, o_BHTD = (q_BHTD, k_BGTD, v_BGTD), context.attention_override, None
+        if override is not None:
+            o_BHTD = override(layer, self.attention_call(*qkv, context, key_positions, sink))
         if o_BHTD is None:
-            o_BHTD = _attend(call, self.dropout if self.training else 0.0)
+            call = self.attention_call(*qkv, context, key_positions)
+            o_BHTD = _attend(call, self.dropout if self.training else 0.0, sink)
         return self._project_out(o_BHTD, x_BTM)
 
     def gate_values(self, x_BTM: Tensor) -> Tensor | None:
@@ -245,7 +246,7 @@ class Attention(AttentionHeads):
             if context.observe is not None:
                 context.observe(layer, *chunk)
             own = sink if sink is None or sink.dim() == 1 else sink[:, :, rows]
-            outputs.append(_attend(self.attention_call(*chunk, context, sink=own), p))
+            outputs.append(_attend(self.attention_call(*chunk, context), p, own))
         return self._project_out(torch.cat(outputs, dim=2), x_BTM)
 
     def attention_call(
@@ -352,7 +353,7 @@ class CrossAttention(AttentionHeads):
         return out
 
 
-def _attend(call: AttentionCall, dropout: float) -> Tensor:
+def _attend(call: AttentionCall, dropout: float, sink: Tensor | None = None) -> Tensor:
     q, k, v, spec = call
     # One by one: torch.compile of 2.11 unpacks no mapping but a dict.
     return attend(
@@ -363,6 +364,7 @@ def _attend(call: AttentionCall, dropout: float) -> Tensor:
         prior=spec.prior,
         scale=spec.scale,
         softcap=spec.softcap,
+        sink=sink,
         dropout=dropout,
     )
 

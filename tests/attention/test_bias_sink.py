@@ -129,6 +129,25 @@ def test_flex_attention_has_it_as_a_factor(
     torch.testing.assert_close(ours, by_hand(q, k, v, r, prior), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kernels_that_take_it_as_a_factor_get_no_copy_of_the_keys(
+    draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_compiled", lambda _: flex_attention)
+    calls = [("auto", Causal()), ("auto", None), ("sdpa", Window(2)), ("flex", Window(2))]
+    qkv, r = (draw(2, 6, 7, 5), draw(2, 3, 7, 5), draw(2, 3, 7, 5)), draw(6)
+    exact = [attend(*qkv, sink=r, prior=prior, backend="reference") for _, prior in calls]
+
+    def refuse(*_: Tensor) -> None:
+        raise AssertionError("the keys were copied")
+
+    monkeypatch.setattr("fenchel.attention.bias.pad", refuse)
+    for (backend, prior), wanted in zip(calls, exact, strict=True):
+        torch.testing.assert_close(attend(*qkv, sink=r, prior=prior, backend=backend), wanted)
+    with pytest.raises(AssertionError, match="copied"):
+        attend(*qkv, sink=r, prior=Causal(), backend="reference")
+
+
 def test_a_gate_per_head_is_a_sink(qkv: tuple[Tensor, Tensor, Tensor], draw) -> None:
     """Z / (Z + e^r) = sigmoid(log Z - r): the sink of a gate g has r = log Z - logit g."""
     q, k, v = qkv
