@@ -59,6 +59,8 @@ EVALUATION_SHARE = 0.04
 """Part of a time budget that is left to evaluations and checkpoints."""
 TIMING_SHARE = 0.05
 """Part of a time budget after which no further step is timed."""
+SPEED_SECONDS = 4.0
+"""Seconds after which ``speed`` times no further step."""
 ROOM = 0.8
 """Share of the free memory that the counted memory of a step may take."""
 GPU_RATE = 440e12
@@ -399,7 +401,11 @@ def resolve_steps(
 
 
 def _time_steps(
-    config: RunConfig, model: nn.Module, batches: BatchSource, limit: float = math.inf
+    config: RunConfig,
+    model: nn.Module,
+    batches: BatchSource,
+    limit: float = math.inf,
+    repeats: int = 3,
 ) -> StepTime:
     """The time of a step of this run; afterwards ``model`` is as it was, bit for bit."""
     initial = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
@@ -411,7 +417,8 @@ def _time_steps(
         model, batches, optimiser, constant(), config=train, seed=config.seed, project=project
     )
     try:
-        return time_steps(lambda: stepper(0), threads=config.train.threads, limit=limit)
+        threads = config.train.threads
+        return time_steps(lambda: stepper(0), threads=threads, repeats=repeats, limit=limit)
     finally:
         optimiser.close()  # its hooks would otherwise stay on the model
         model.load_state_dict(initial)
@@ -491,10 +498,13 @@ def _time_cells(
 
 
 def speed() -> tuple[StepTime, int]:
-    """The step time of the default run on random tokens, and the tokens of one of its steps."""
+    """The step time of the default run on random tokens, and the tokens of one of its steps.
+
+    Of one step per thread count after the first: a report is read at once, and plans nothing.
+    """
     # The vocabulary of the built-in text, which has 8 MB.
     config = settings({"model": {"vocabulary": vocabulary_for(8 * 10**6)}})
     size = config.train.batch * config.model.context
     ids = np.random.default_rng(0).integers(config.model.vocabulary, size=2 * size)
     model = build_model(config).to(select_device(config.train.device))
-    return _time_steps(config, model, build_batches(config, ids)), size
+    return _time_steps(config, model, build_batches(config, ids), SPEED_SECONDS, repeats=1), size

@@ -22,6 +22,7 @@ from fenchel.distributed.processes import (
 )
 
 
+@pytest.mark.needs_posix("several processes")
 def test_a_signal_to_processes_that_print_nothing_is_answered_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

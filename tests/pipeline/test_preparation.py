@@ -27,7 +27,7 @@ from fenchel.pipeline.config import settings
 from fenchel.pipeline.task import Task
 from fenchel.pipeline.tuning import TuneTask
 from fenchel.torch_internals import has_forward_hooks
-from fenchel.train import RunDir, Stepper, StepTime, loop
+from fenchel.train import RunDir, Stepper, StepTime, hardware, loop
 
 SMALL: dict[str, Any] = {
     "text": {"vocabulary": 280},
@@ -129,6 +129,21 @@ def test_evaluations_are_in_the_precision_of_training_until_the_last(
     config = config_of(text, train={"precision": "bfloat16", "evaluate_tokens": 8})
     pipeline.begin(config, tmp_path / "run", Silent())
     assert seen == [(8, True)] * 3 + [(None, False)]
+
+
+def test_a_report_of_the_machine_times_one_step_per_thread_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(Stepper, "__call__", lambda *_: threads.append(torch.get_num_threads()))
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    before = torch.get_num_threads()
+    preparation.speed()
+    assert threads == [2, 2, 1, 1]  # one to warm up, one that counts
+    monkeypatch.setattr(preparation, "SPEED_SECONDS", 0.0)
+    preparation.speed()
+    assert threads[4:] == [2]  # a slow machine: no further one
+    torch.set_num_threads(before)
 
 
 def timed_as(seconds: float) -> Callable[..., StepTime]:
