@@ -137,9 +137,7 @@ class FusedStep:
             self._attend(number)
             self._matmul_add(layer.out, self.o)
             self._mlp(layer.gate, layer.up, between)
-            self._matmul_add(layer.down, self.wide)
-            if number in self.steer:
-                x.add_(self.steer[number])
+            self._matmul_add(layer.down, self.wide, self.steer.get(number))
         self._matmul(self.lm_head, self.logits, self.norm)
         return logits_BV
 
@@ -179,14 +177,18 @@ class FusedStep:
             normalise(self.x[: self.rows], norm, self.y[: self.rows])
             weights.into(y_BN, self.y)
 
-    def _matmul_add(self, weights: LinearWeights, y_BK: Tensor) -> None:
-        """x = x + y W^T + b."""
+    def _matmul_add(
+        self, weights: LinearWeights, y_BK: Tensor, steer_BM: Tensor | None = None
+    ) -> None:
+        """x = x + y W^T + b, and + v where the layer is steered."""
         from fenchel.kernels.thin_matmul import matmul_add
 
         if self.thin:
-            matmul_add(self.x, y_BK, weights.weight, weights.bias)
-        else:
-            weights.add_to(self.x, y_BK)
+            matmul_add(self.x, y_BK, weights.weight, weights.bias, steer_BN=steer_BM)
+            return
+        weights.add_to(self.x, y_BK)
+        if steer_BM is not None:
+            self.x[: self.rows].add_(steer_BM)
 
     def _mlp(self, gate: LinearWeights | None, up: LinearWeights, norm: "NormWeights") -> None:
         """wide = f(norm(x) W_gate^T + b) * (norm(x) W_up^T + c)."""

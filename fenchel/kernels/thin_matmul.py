@@ -1,7 +1,7 @@
 """Products of a few rows with a large matrix, for a decoder that reads one token per sequence.
 
     matmul         y = n(x) W^T + b                          n the norm of a row x, or the identity
-    matmul_add     x <- x + y W^T + b
+    matmul_add     x <- x + y W^T + b, and + v where a row of the stream has a direction
     gated_matmul   f(n(x) W_gate^T + b) * (n(x) W_up^T + c)  or  f(n(x) W_up^T + c)  without a gate
     normalise      y = n(x)                                  for products by the library of torch,
     activate       f(gate) * up  or  f(up)                   which are faster from a few rows on
@@ -87,9 +87,16 @@ def matmul(
     _launch_matmul(x_BK, W_NK, bias_N, None, y_BN, norm)
 
 
-def matmul_add(stream_BN: Tensor, x_BK: Tensor, W_NK: Tensor, bias_N: Tensor | None) -> None:
-    """stream <- stream + x W^T + b, in place."""
-    _launch_matmul(x_BK, W_NK, bias_N, stream_BN, stream_BN, None)
+def matmul_add(
+    stream_BN: Tensor,
+    x_BK: Tensor,
+    W_NK: Tensor,
+    bias_N: Tensor | None,
+    *,
+    steer_BN: Tensor | None = None,
+) -> None:
+    """stream <- stream + x W^T + b + v, in place; without ``steer_BN`` there is no v."""
+    _launch_matmul(x_BK, W_NK, bias_N, stream_BN, stream_BN, None, steer_BN)
 
 
 def _launch_matmul(
@@ -99,13 +106,14 @@ def _launch_matmul(
     stream_BN: Tensor | None,
     y_BN: Tensor,
     norm: NormWeights | None,
+    steer_BN: Tensor | None = None,
 ) -> None:
     B, K = x_BK.shape
     N = len(W_NK)
     cut = launch_shape(K)
     _matmul[(triton.cdiv(N, cut.rows),)](
-        x_BK, W_NK, bias_N, stream_BN, y_BN, *_norm_arguments(norm), N, B=B, K=K, BLOCK=cut.block,
-        ROWS=cut.rows, num_warps=cut.warps, **pdl_launch(x_BK),
+        x_BK, W_NK, bias_N, stream_BN, steer_BN, y_BN, *_norm_arguments(norm), N, B=B, K=K,
+        BLOCK=cut.block, ROWS=cut.rows, num_warps=cut.warps, **pdl_launch(x_BK),
     )  # fmt: skip
 
 
@@ -195,9 +203,9 @@ def _normalise(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constex
 
 @triton.jit
 def _matmul(
-    x_ptr, w_ptr, bias_ptr, stream_ptr, y_ptr, gain_ptr, shift_ptr, epsilon, centred: tl.constexpr,
-    N, B: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, stream_ptr, steer_ptr, y_ptr, gain_ptr, shift_ptr, epsilon,
+    centred: tl.constexpr, N, B: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < N
@@ -217,6 +225,9 @@ def _matmul(
         if stream_ptr is not None:
             total = total.to(x.dtype).to(tl.float32)
             total += tl.load(stream_ptr + b * N + row).to(tl.float32)
+        if steer_ptr is not None:
+            total = total.to(x.dtype).to(tl.float32)
+            total += tl.load(steer_ptr + b * N + row).to(tl.float32)
         tl.store(y_ptr + b * N + row, total.to(y_ptr.dtype.element_ty), mask=there)
 
 

@@ -45,7 +45,13 @@ def recorder(device: str) -> Callable[[Step, torch.device], Step]:
 
 
 def recorded(
-    model: Transformer, ids: Tensor, lengths: list[int], rows: int, record: Any, **kind: Any
+    model: Transformer,
+    ids: Tensor,
+    lengths: list[int],
+    rows: int,
+    record: Any,
+    steered: tuple[int, ...] = (),
+    **kind: Any,
 ) -> RecordedStep:
     """A recorded step whose rows have read the first tokens of ``ids``; others are free."""
     cache = KVCache(
@@ -59,7 +65,7 @@ def recorded(
     )
     for row, n in enumerate(lengths):
         model(ids[row : row + 1, :n], cache=cache.select([row], [0]))
-    step = RecordedStep(model, cache, (rows,), fused=True, record=record)
+    step = RecordedStep(model, cache, (rows,), fused=True, steered=steered, record=record)
     # Recording has run steps; what they wrote for free rows is written again.
     for row, n in enumerate(lengths):
         model(ids[row : row + 1, :n], cache=cache.select([row], [0]))
@@ -109,6 +115,30 @@ def test_a_fused_step_gives_the_logits_of_the_model(
             step.set_rows(
                 [*numbers, *rest], [0] * rows, [True] * B + [False] * (rows - B), [*tokens, *rest]
             )
+
+
+@pytest.mark.parametrize("thin", [B, 0])
+@torch.inference_mode()
+def test_the_directions_of_a_row_are_added_after_their_layers(
+    thin: int,
+    lively: Build,
+    prompts: Draw,
+    recorder: Any,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_step, "THIN_ROWS", thin)
+    model, ids = lively(context=T, layers=3).to(device), prompts(B, T).to(device)
+    width = model.config.width
+    vectors = {n: torch.randn(B, width, device=device) * size for n, size in ((0, 0.3), (2, 0.1))}
+    step = recorded(model, ids, [READ] * B, B, recorder, steered=(1, 3))
+    step.set_vectors(vectors)
+    logits = step.step(B, longest=READ + 1)
+    cache = KVCache(model.config, batch=B, positions=T, device=device, slack=0)
+    model(ids[:, :READ], cache=cache)  # what the cache has was read without directions
+    steer = {n: v.unsqueeze(1) for n, v in vectors.items()}
+    wanted = model(ids[:, READ : READ + 1], cache=cache, steer=steer)[:, 0]
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=lambda s: " ".join(s))

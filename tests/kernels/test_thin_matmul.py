@@ -78,6 +78,9 @@ def test_a_branch_is_added_to_the_stream_in_place(B: int, K: int, N: int, draw: 
         wanted = stream + x @ W.t() + (0.0 if bias is None else bias)
         matmul_add(stream, x, W, bias)
         torch.testing.assert_close(stream, wanted, atol=1e-4, rtol=1e-4)
+    steer, wanted = draw(B, N), wanted + x @ W.t()
+    matmul_add(stream, x, W, None, steer_BN=steer)
+    torch.testing.assert_close(stream, wanted + steer, atol=1e-4, rtol=1e-4)
 
 
 @every_size
@@ -107,8 +110,11 @@ def test_half_precision_is_rounded_where_the_operations_round(draw: Draw) -> Non
     exact = normalise(x, norm).double() @ W.double().t()
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=2**-11)
     wanted = stream + (x.double() @ W.double().t()).half()
+    steered, steer = stream.clone(), draw(2, 10).half()
     matmul_add(stream, x, W, None)
     assert torch.equal(stream, wanted)
+    matmul_add(steered, x, W, None, steer_BN=steer)
+    assert torch.equal(steered, wanted + steer)  # as by an addition of its own
 
 
 @pytest.mark.parametrize("cut", [LaunchShape(1, 256, 1), LaunchShape(8, 64, 2)])
