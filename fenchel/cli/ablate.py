@@ -8,10 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from fenchel.cli.console import (
-    CheckpointPath,
     Console,
     Device,
     Json,
+    ModelPath,
+    TextStart,
     Whole,
     device_and_dtype,
     plain_table,
@@ -19,7 +20,7 @@ from fenchel.cli.console import (
     text_path,
 )
 from fenchel.cli.inspect import show
-from fenchel.files import require_page
+from fenchel.files import require_page, write_atomic
 
 PAGE = Path("ablation.html")
 _ROWS = 20
@@ -27,10 +28,10 @@ _PARTS = {"head": "heads", "attention": "attention of a layer", "mlp": "MLP of a
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
-    text: str,
+    text: TextStart,
     to: str = "mean",
     exact: Whole | None = None,
     out: Path | None = None,
@@ -46,11 +47,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
-    text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     to
         What replaces a part: "mean", its mean over the text; "zero"; "uniform", a head that mixes
         all keys equally; or a map such as "entmax" or "hard" by which heads choose instead.
@@ -81,7 +77,6 @@ def run(
         found = ablate(subject, words.ids, to=to, exact=exact, progress=console.progress)
     record = {"subject": subject.facts(), "text": words.name, **found.plain()}
     if target is not None:
-        from fenchel.files import write_atomic
         from fenchel.report.effects_page import render_ablation
 
         write_atomic(target, render_ablation(record))

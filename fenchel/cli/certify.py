@@ -10,6 +10,7 @@ from fenchel.cli.console import (
     Device,
     Json,
     Switch,
+    TextStart,
     Whole,
     Words,
     device_and_dtype,
@@ -17,7 +18,7 @@ from fenchel.cli.console import (
     text_path,
 )
 from fenchel.cli.inspect import numbers, show
-from fenchel.files import require_page
+from fenchel.files import require_page, write_atomic
 
 PAGE = Path("certificates.html")
 
@@ -26,7 +27,7 @@ def run(
     directory: CheckpointPath,
     /,
     *,
-    text: str,
+    text: TextStart,
     radius: float | None = None,
     norm: Literal["fro", "token", "all", "one"] | None = None,
     decision: Switch = False,
@@ -59,8 +60,6 @@ def run(
     ----------
     directory
         A run directory, or a Hugging Face directory of a family that fenchel reads itself.
-    text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     radius
         The radius of the ball. An input token has a length of about sqrt(width).
     norm
@@ -172,7 +171,6 @@ def run(
                 progress=console.progress,
             )
     if target is not None:
-        from fenchel.files import write_atomic
         from fenchel.report.certificates import render, render_decisions
 
         write_atomic(target, (render_decisions if decision else render)(certification))

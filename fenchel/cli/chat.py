@@ -20,26 +20,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from fenchel.cli.console import (
-    CheckpointPath,
+    LOADED_AS_STORED,
     Console,
-    DtypeName,
+    LoadFlags,
+    ModelPath,
+    Switch,
     Whole,
     Words,
     WordWrap,
     break_lines,
-    device_and_dtype,
     for_stdout,
-    load_checkpoint,
     loading,
     require_inputs,
     width_of,
 )
-from fenchel.cli.generate import SamplingFlags, sentence, token_json
+from fenchel.cli.generate import (
+    PLAIN_DECODING,
+    DecodingFlags,
+    SamplingFlags,
+    sentence,
+    token_json,
+)
 from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.config import did_you_mean, parse_value
 from fenchel.files import describe, printable, require_output, write_atomic
@@ -70,28 +76,21 @@ TRACED = 32
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
     system: Words | None = None,
     template: str | None = None,
-    trust_user_tokens: Annotated[bool, Parameter(negative="")] = False,
+    trust_user_tokens: Switch = False,
     max_new_tokens: Whole = 1024,
     sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
     steering: SteerFlags = NOT_STEERED,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
-    cache: Literal["model", "float16", "int8"] = "model",
-    draft: Whole = 0,
-    context: Whole | None = None,
-    past_context: Annotated[bool, Parameter(negative="")] = False,
-    invariant: Annotated[bool, Parameter(negative="")] = False,
-    logprobs: Whole | None = None,
-    attention: Annotated[bool, Parameter(negative="")] = False,
-    adapter: CheckpointPath | None = None,
-    device: str | None = None,
-    dtype: DtypeName | None = None,
-    seed: Whole = 0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    decoding: DecodingFlags = PLAIN_DECODING,
+    past_context: Switch = False,
+    attention: Switch = False,
+    loading_as: LoadFlags = LOADED_AS_STORED,
+    json: Switch = False,
 ) -> int:
     """Hold a conversation with the model of a run directory or a Hugging Face directory.
 
@@ -102,9 +101,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     system
         The system message, before all others.
     template
@@ -116,39 +112,16 @@ def run(
         Tokens of an answer at most.
     stop
         Text that ends an answer, beside the stops of the template; may be given several times.
-    cache
-        What keys and values are stored in: the model's own dtype, float16 or int8.
-    draft
-        Tokens to guess ahead from earlier text, while the guesses pay; changes the speed, not the
-        text, except in half precision at near ties.
-    context
-        Positions to read before the oldest turns are left out; as many as in training by default.
-        Positions that are not learned can be read further.
     past_context
         Let an answer go on when the context is full, with its newest half.
-    invariant
-        Compute with the shapes of `fenchel serve --invariant`, whose bits do not depend on other
-        sequences.
-    logprobs
-        Log-probabilities of the tokens and of so many of the likeliest, with --json.
     attention
         What the attention of every token of an answer read, with --json; /attention shows it.
-    adapter
-        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
-    device
-        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
-    dtype
-        Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
-        instructions for it.
-    seed
-        The same seed and the same messages give the same answers in every command and on every
-        device, unless rounding moves a draw across a border.
     json
         Print each answer as a line of JSON.
     """
     if sys.stdin is None:
         raise ValueError("standard input is closed; messages are read from it.")
-    if (logprobs is not None or attention) and not json:
+    if (decoding.logprobs is not None or attention) and not json:
         raise ValueError("--logprobs and --attention need --json; /attention shows the attention.")
     require_inputs(directory)
     if template is None and (directory / "checkpoints").is_dir():
@@ -171,11 +144,10 @@ def run(
 
     suggested, config_file = suggested_generation(directory)
     chosen, from_checkpoint = resolve_sampling(suggested, sampling.given())
-    on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
+    model, tokenizer, config = loading_as.load(directory)
     if config.kind == "encoder":
         raise ValueError(f"a chat needs a decoder, and the model of {directory} is an encoder.")
-    model = model if context is None else model.with_context(context)
+    model = decoding.within_context(model)
     if (chat_template := read_chat_template(directory, template)) is None:
         raise ValueError(_no_template(directory))
     stops = [*end_ids(directory, tokenizer), *chat_template.stops(tokenizer), *(stop or ())]
@@ -190,14 +162,10 @@ def run(
             max_new_tokens=max_new_tokens,
             sampling=chosen,
             stop=list(dict.fromkeys(stops)),
-            seed=seed,
-            cache=cache,
-            draft=draft,
             past_context=past_context,
-            invariant=invariant,
-            logprobs=logprobs,
             trace=TraceSettings(entropy=True, attention=TraceAttention()) if attention else None,
             steering=steering.steering(model),
+            **decoding.given(),
         ),
         system=system,
         trust_user_tokens=trust_user_tokens,
@@ -214,7 +182,7 @@ def run(
     )
     if from_checkpoint and not json:
         say(sentence(config_file, from_checkpoint))
-    repl = Repl(conversation, json=json, reads=[directory, adapter])
+    repl = Repl(conversation, json=json, reads=[directory, loading_as.adapter])
     if repl.interactive:
         size = sum(p.numel() for p in model.parameters())
         say(

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fenchel.cli.console import Console, Json
-from fenchel.files import printable, require_page
+from fenchel.files import printable, require_page, write_atomic
 
 
 def run(
@@ -27,7 +27,6 @@ def run(
     if out is not None:
         require_page(out, reads=runs)
 
-    from fenchel.files import write_atomic
     from fenchel.report.comparison import COLUMNS, compare_runs, render
 
     comparison = compare_runs(runs)

@@ -32,6 +32,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -76,6 +77,14 @@ def _checkpoint(_type: type, tokens: Sequence[Token]) -> Path:
 
 CheckpointPath = Annotated[Path, Parameter(converter=_checkpoint)]
 """A run directory, a Hugging Face directory, or a name that the Hugging Face cache has."""
+ModelPath = Annotated[
+    CheckpointPath,
+    Parameter(
+        help="A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a "
+        "model in the Hugging Face cache."
+    ),
+]
+"""The model of a command."""
 Whole = Annotated[int, Parameter(converter=_whole)]
 """A flag that takes a whole number."""
 Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
@@ -89,6 +98,13 @@ Device = Annotated[
     Parameter(help='"cpu", "cuda", "cuda:1" or "mps"; the GPU by default where there is one.'),
 ]
 """--device."""
+TextStart = Annotated[
+    str,
+    Parameter(
+        help='"sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.'
+    ),
+]
+"""--text of the commands that look at a few tokens."""
 
 
 def device_and_dtype(
@@ -138,6 +154,27 @@ def load_checkpoint(
             stacklevel=2,
         )
     return loaded._replace(model=loaded.model.to(device, chosen))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """The flags of how a checkpoint is loaded."""
+
+    adapter: CheckpointPath | None = None
+    """A directory of PEFT with LoRA adapters for this model, which are merged into its weights."""
+    device: Device = None
+    dtype: DtypeName | None = None
+    """Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
+    instructions for it."""
+
+    def load(self, directory: Path, *, float64: bool = False) -> "Loaded":
+        """The model as the flags ask for it, and its tokenizer."""
+        place = device_and_dtype(self.device, self.dtype, float64=float64)
+        return load_checkpoint(directory, *place, self.adapter)
+
+
+LOADED_AS_STORED = LoadFlags()
 
 
 def text_path(text: str | None) -> Path | None:

@@ -3,26 +3,27 @@
 import json as json_format
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fenchel.cli.console import (
+    LOADED_AS_STORED,
     CheckpointPath,
     Console,
-    Device,
-    DtypeName,
     Json,
+    LoadFlags,
+    ModelPath,
     Switch,
     Whole,
     break_lines,
     device_and_dtype,
-    load_checkpoint,
     require_inputs,
     text_path,
     width_of,
 )
 from fenchel.cli.steer import NO_DIRECTION, DirectionFlags
-from fenchel.files import printable, require_output
+from fenchel.files import printable, require_output, write_atomic
 from fenchel.hub_cache import model_name
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
     text: str | None = None,
@@ -49,19 +50,14 @@ def run(
     calibration: Switch = False,
     save: Switch = False,
     page: Path | None = None,
-    adapter: CheckpointPath | None = None,
+    loading_as: LoadFlags = LOADED_AS_STORED,
     steering: DirectionFlags = NO_DIRECTION,
-    device: Device = None,
-    dtype: DtypeName | None = None,
     json: Json = False,
 ) -> int:
     """Loss, perplexity, bits per byte and calibration of a model on a text.
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the validation part of the run's own
         text by default. That of a tuned run is read document by document, as it was tuned, and of
@@ -87,21 +83,17 @@ def run(
         served tokens; implies --calibration.
     page
         Write the reliability diagram to this file, which must not exist; implies --calibration.
-    adapter
-        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
-    dtype
-        "float32", "bfloat16", "float16" or "float64"; that of the checkpoint by default, or
-        float32 on a CPU without instructions for it.
     """
     if text is not None and split is not None:
         raise ValueError("--split names a part of the run's own text: leave out --text.")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens} leaves nothing to predict; give at least 1.")
-    if adapter is not None and save:
+    if loading_as.adapter is not None and save:
         raise ValueError("--save stores the temperature of the model without --adapter.")
     calibration = calibration or save or page is not None
     if page is not None:
-        require_output(page, new=True, reads=[directory, adapter, against, text_path(text)])
+        reads = [directory, loading_as.adapter, against, text_path(text)]
+        require_output(page, new=True, reads=reads)
     require_inputs(directory, text)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
@@ -110,7 +102,6 @@ def run(
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import common_text, evaluate_text, open_evaluation_text
         from fenchel.evaluate.calibration import CALIBRATION, write_calibration
-        from fenchel.files import write_atomic
         from fenchel.pipeline import own_text, prediction_map
 
         if calibration and prediction_map(directory) is not None:
@@ -121,7 +112,7 @@ def run(
             )
         if save and directory.is_dir():
             require_output(directory / CALIBRATION)
-        place = device_and_dtype(device, dtype)
+        on, _ = device_and_dtype(loading_as.device, loading_as.dtype)
         if text is not None:
             source = open_evaluation_text(text)
         else:
@@ -136,23 +127,23 @@ def run(
         how["progress"] = console.progress
 
         def evaluate(
-            path: Path, adapter: Path | None = None, flags: DirectionFlags = NO_DIRECTION
+            path: Path, loading_as: LoadFlags, flags: DirectionFlags = NO_DIRECTION
         ) -> "tuple[TextEvaluation, str]":
             """The result of a model and how its texts begin, in words."""
-            model, tokenizer, _ = load_checkpoint(path, *place, adapter)
+            model, tokenizer, _ = loading_as.load(path)
             model = flags.steered(model)
             choice = prediction_map(path)
             measured = evaluate_text(model, tokenizer, source, name=str(path), choice=choice, **how)
             return measured, describe_beginning(tokenizer)
 
-        measured, begin = evaluate(directory, adapter, steering)
+        measured, begin = evaluate(directory, loading_as, steering)
         if measured.documents is not None and measured.documents.conversations:
             begin = "A conversation is written by the chat template of the run."
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {
             "text": evaluation.text,
             "bytes": measured.bytes,
-            "device": str(place[0]),
+            "device": str(on),
             "dtype": str(model.lm_head_weight.dtype).removeprefix("torch."),
             "begin": begin,
             "context": measured.context,
@@ -173,7 +164,7 @@ def run(
                 write_atomic(page, reliability_page(model_name(directory), evaluation.text, result))
                 lines.append(f"reliability diagram  {printable(page, 4096)}")
         if against is not None:
-            second, _ = evaluate(against)
+            second, _ = evaluate(against, replace(loading_as, adapter=None))
             output["against"], comparison_lines = _compare(evaluation, second.evaluation)
             lines += comparison_lines
     shown = break_lines(printable("\n".join(lines), None), width_of(sys.stdout))

@@ -11,14 +11,14 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from fenchel.cli.console import (
-    CheckpointPath,
-    DtypeName,
+    LOADED_AS_STORED,
+    LoadFlags,
+    ModelPath,
+    Switch,
     Whole,
     Words,
     WordWrap,
-    device_and_dtype,
     for_stdout,
-    load_checkpoint,
     loading,
     require_inputs,
     width_of,
@@ -29,6 +29,7 @@ from fenchel.files import Notice, printable
 if TYPE_CHECKING:
     from fenchel.data import TextTokenizer
     from fenchel.generation import Token
+    from fenchel.model import Transformer
 
 DRAFT_ROUNDS = (
     "Drafts round otherwise than single steps in half precision: the text may part from the one "
@@ -66,8 +67,43 @@ class SamplingFlags:
         return flags
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DecodingFlags:
+    """The flags of decoding that generate and chat share."""
+
+    cache: Literal["model", "float16", "int8"] = "model"
+    """What keys and values are stored in: the model's own dtype, float16 or int8."""
+    draft: Whole = 0
+    """Tokens to guess ahead from earlier text, while the guesses pay; changes the speed, not the
+    text, except in half precision at near ties."""
+    context: Whole | None = None
+    """Positions to read before the oldest half of a text, or the oldest turns of a conversation,
+    are left out; as many as in training by default. Positions that are not learned can be read
+    further."""
+    invariant: Switch = False
+    """Compute with the shapes of `fenchel serve --invariant`, whose bits do not depend on other
+    sequences."""
+    logprobs: Whole | None = None
+    """Log-probabilities of the tokens and of so many of the likeliest, with --json."""
+    seed: Whole = 0
+    """The same seed and the same input give the same text in every command and on every device,
+    unless rounding moves a draw across a border."""
+
+    def given(self) -> dict[str, Any]:
+        """The flags as arguments of ``GenerationSettings``."""
+        return {name: value for name, value in vars(self).items() if name != "context"}
+
+    def within_context(self, model: "Transformer") -> "Transformer":
+        """The model with as many positions as --context asks for."""
+        return model if self.context is None else model.with_context(self.context)
+
+
+PLAIN_DECODING = DecodingFlags()
+
+
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *words: str,
     prompt: Words = "",
@@ -75,19 +111,12 @@ def run(
     sampling: SamplingFlags = SamplingFlags(),
     steering: SteerFlags = NOT_STEERED,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
-    cache: Literal["model", "float16", "int8"] = "model",
-    draft: Whole = 0,
-    context: Whole | None = None,
+    decoding: DecodingFlags = PLAIN_DECODING,
     past_context: bool = True,
-    invariant: Annotated[bool, Parameter(negative="")] = False,
-    logprobs: Whole | None = None,
-    attention: Annotated[bool, Parameter(negative="")] = False,
-    adapter: CheckpointPath | None = None,
-    device: str | None = None,
-    dtype: DtypeName | None = None,
-    seed: Whole = 0,
+    attention: Switch = False,
+    loading_as: LoadFlags = LOADED_AS_STORED,
     stream: bool = True,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
 ) -> int:
     """Continue a prompt with the model of a run directory or a Hugging Face directory.
 
@@ -97,9 +126,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     words
         The text to continue, instead of --prompt.
     prompt
@@ -109,33 +135,10 @@ def run(
         Tokens to add at most; the end of the document ends the text earlier.
     stop
         Text to stop before; may be given several times.
-    cache
-        What keys and values are stored in: the model's own dtype, float16 or int8.
-    draft
-        Tokens to guess ahead from earlier text, while the guesses pay; changes the speed, not the
-        text, except in half precision at near ties.
-    context
-        Positions to read before the oldest half is dropped; as many as in training by default.
-        Positions that are not learned can be read further.
     past_context
         Go on when the context is full, with its newest half; else the text ends there.
-    invariant
-        Compute with the shapes of `fenchel serve --invariant`, whose bits do not depend on other
-        sequences.
-    logprobs
-        Log-probabilities of the tokens and of so many of the likeliest, with --json.
     attention
         What the attention of every new token read: lines after the text, or numbers with --json.
-    adapter
-        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
-    device
-        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
-    dtype
-        Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
-        instructions for it.
-    seed
-        The same seed draws the same text in every command and on every device, unless rounding
-        moves a draw across a border.
     stream
         Print tokens as they are drawn.
     json
@@ -144,7 +147,7 @@ def run(
     if words and prompt:
         raise ValueError("give the prompt once: behind the directory, or by --prompt.")
     prompt = " ".join(words) or (sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
-    if logprobs is not None and not json:
+    if decoding.logprobs is not None and not json:
         raise ValueError("--logprobs needs --json, which has a place for numbers.")
     require_inputs(directory)
     with loading():
@@ -164,9 +167,8 @@ def run(
 
     config, config_file = suggested_generation(directory)
     chosen, from_checkpoint = resolve_sampling(config, sampling.given())
-    on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, model_config = load_checkpoint(directory, on, as_dtype, adapter)
-    model = model if context is None else model.with_context(context)
+    model, tokenizer, model_config = loading_as.load(directory)
+    model = decoding.within_context(model)
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, model_config, ends, config.decoder_start)
     if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
@@ -176,14 +178,10 @@ def run(
         max_new_tokens=max_new_tokens,
         sampling=chosen,
         stop=[*ends, *(stop or ())],
-        seed=seed,
-        cache=cache,
-        draft=draft,
         past_context=past_context,
-        invariant=invariant,
-        logprobs=logprobs,
         trace=traced,
         steering=steering.steering(model),
+        **decoding.given(),
     )
     requests = [settings.request(ids, source=source)] if max_new_tokens else []
     found = updates(model, requests, settings, tokenizer=tokenizer)
@@ -197,7 +195,7 @@ def run(
         )
     if not json:
         print(describe_beginning(tokenizer), file=sys.stderr)
-        if draft and model.lm_head_weight.dtype.itemsize < 4:
+        if decoding.draft and model.lm_head_weight.dtype.itemsize < 4:
             print(DRAFT_ROUNDS, file=sys.stderr)
         if from_checkpoint:
             print(sentence(config_file, from_checkpoint), file=sys.stderr)
@@ -217,12 +215,12 @@ def run(
         if show:
             print(wrap(for_stdout(piece)), end="", flush=True)
     if json:
-        begin = describe_beginning(tokenizer)
-        result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
-        result |= {"prompt_tokens": len(ids), "new_tokens": len(tokens), "finish": finish}
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": decoding.seed}
+        result |= {"begin": describe_beginning(tokenizer), "prompt_tokens": len(ids)}
+        result |= {"new_tokens": len(tokens), "finish": finish}
         if from_checkpoint:
             result |= {"settings": from_checkpoint, "settings_from": str(config_file)}
-        if logprobs is not None or attention:
+        if decoding.logprobs is not None or attention:
             result["tokens"] = [token_json(token, tokenizer) for token in tokens]
         print(json_format.dumps(result))
         return 0

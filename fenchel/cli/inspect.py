@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 
 from fenchel.cli.console import (
-    CheckpointPath,
     Console,
     Device,
     Json,
+    ModelPath,
     Switch,
+    TextStart,
     Whole,
     device_and_dtype,
     require_inputs,
     text_path,
 )
-from fenchel.files import printable, require_page
+from fenchel.files import printable, require_page, write_atomic
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel
@@ -33,10 +34,10 @@ NormName = Literal["fro", "token"]
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
-    text: str,
+    text: TextStart,
     out: Path | None = None,
     max_tokens: Whole | None = None,
     layers: str | None = None,
@@ -57,11 +58,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
-    text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     out
         The page; inspection.html when left out, and none with --json.
     max_tokens
@@ -125,7 +121,6 @@ def run(
         )
         result = replace(result, why=parts)
     if target is not None:
-        from fenchel.files import write_atomic
         from fenchel.report.inspection_page import render
 
         write_atomic(target, render(result))

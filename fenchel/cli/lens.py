@@ -12,10 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fenchel.cli.console import (
-    CheckpointPath,
     Console,
     Device,
     Json,
+    ModelPath,
+    TextStart,
     Whole,
     device_and_dtype,
     plain_table,
@@ -23,7 +24,7 @@ from fenchel.cli.console import (
     text_path,
 )
 from fenchel.cli.inspect import show
-from fenchel.files import printable, require_output, require_page
+from fenchel.files import printable, require_output, require_page, write_atomic
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel
@@ -41,10 +42,10 @@ _SHOWN = 6  # last positions, in a terminal
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
-    text: str,
+    text: TextStart,
     lens: Path | None = None,
     kind: Kind | None = None,
     fit: str | None = None,
@@ -69,11 +70,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
-    text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.
     lens
         A lens that --save has written for this model.
     kind
@@ -168,7 +164,6 @@ def run(
     if errors is not None:
         record["errors"] = [{**row._asdict(), "vacuous": row.vacuous} for row in errors]
     if target is not None:
-        from fenchel.files import write_atomic
         from fenchel.report.lens_page import render
 
         write_atomic(target, render(record))

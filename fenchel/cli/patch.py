@@ -6,24 +6,24 @@ from typing import Any
 
 from fenchel.cli.ablate import agreement_sentence, effects_table
 from fenchel.cli.console import (
-    CheckpointPath,
     Console,
     Device,
     Json,
+    ModelPath,
     Whole,
     Words,
     device_and_dtype,
     require_inputs,
 )
 from fenchel.cli.inspect import show
-from fenchel.files import printable, require_page
+from fenchel.files import printable, require_page, write_atomic
 
 PAGE = Path("patch.html")
 _NAMES = {"q": "queries", "k": "keys", "v": "values", "stream": "streams"}
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     clean: Words,
     corrupt: Words,
     /,
@@ -45,9 +45,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     clean
         The prompt whose answer is looked for.
     corrupt
@@ -110,7 +107,6 @@ def run(
         **found.plain(),
     }
     if target is not None:
-        from fenchel.files import write_atomic
         from fenchel.report.effects_page import render_patch
 
         write_atomic(target, render_patch(record))

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from fenchel.cli.console import (
-    CheckpointPath,
-    DtypeName,
+    LOADED_AS_STORED,
+    LoadFlags,
+    ModelPath,
+    Switch,
     Whole,
-    device_and_dtype,
-    load_checkpoint,
     loading,
     require_inputs,
 )
@@ -28,33 +28,31 @@ _EXTRA = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
     host: str = "127.0.0.1",
     port: Whole = 8000,
     name: str | None = None,
-    any_model: Annotated[bool, Parameter(negative="")] = False,
+    any_model: Switch = False,
     rows: Whole = 32,
     context: Whole | None = None,
-    invariant: Annotated[bool, Parameter(negative="")] = False,
+    invariant: Switch = False,
     cache: Literal["model", "float16", "int8"] = "model",
     prefixes: bool = True,
-    adapter: CheckpointPath | None = None,
+    loading_as: LoadFlags = LOADED_AS_STORED,
     steer: Annotated[list[Path] | None, Parameter(negative="")] = None,
-    device: str | None = None,
-    dtype: DtypeName | None = None,
     threads: Whole | None = None,
     queue: Whole = 64,
     queue_seconds: float = 60.0,
     deadline: float | None = None,
     key_file: Path | None = None,
-    without_key: Annotated[bool, Parameter(negative="")] = False,
+    without_key: Switch = False,
     origin: Annotated[list[str] | None, Parameter(negative="")] = None,
     template: str | None = None,
-    trust_user_tokens: Annotated[bool, Parameter(negative="")] = False,
+    trust_user_tokens: Switch = False,
     trace_rows: Whole = 4,
-    log_text: Annotated[bool, Parameter(negative="")] = False,
+    log_text: Switch = False,
 ) -> int:
     """Serve a model of a run directory or a Hugging Face directory over HTTP.
 
@@ -64,9 +62,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     host
         The address to listen on; one that other machines reach needs a key.
     port
@@ -87,17 +82,10 @@ def run(
         Keep the keys of earlier prompts and answers, so that a prompt that begins alike is read
         from where it differs. The time to the first token then tells a client whether a beginning
         was read before.
-    adapter
-        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     steer
         A direction that fenchel steer has written for this model, added to the stream of every
         answer; may be given several times. A request may give other strengths, by the names of the
         files: "fenchel": {"steer": {"kind": 1.5}}.
-    device
-        "cpu", "cuda", "cuda:1" or "mps"; the GPU where there is one.
-    dtype
-        Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
-        instructions for it.
     threads
         Threads of the model on a CPU; one less than there are cores by default.
     queue
@@ -172,10 +160,9 @@ def run(
             f"other machines reach {host}: give a key by --key-file or FENCHEL_KEY, or "
             "--without-key."
         )
-    on, as_dtype = device_and_dtype(device, dtype)
     fewer = min(torch.get_num_threads(), max(1, cores() - 1))  # one is for HTTP
     torch.set_num_threads(threads or fewer)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
+    model, tokenizer, config = loading_as.load(directory)
     directions = {file.stem: Direction.load(file, model) for file in steer or ()}
     if len(directions) < len(steer or ()):
         raise ValueError("two files of --steer have the same name, by which requests call them.")

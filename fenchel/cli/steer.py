@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from fenchel.cli.console import (
-    CheckpointPath,
+    LOADED_AS_STORED,
     Console,
-    Device,
-    DtypeName,
     Json,
+    LoadFlags,
+    ModelPath,
     Switch,
     Whole,
-    device_and_dtype,
-    load_checkpoint,
     require_inputs,
     text_path,
 )
@@ -122,7 +120,7 @@ NO_DIRECTION, NOT_STEERED = DirectionFlags(), SteerFlags()
 
 
 def run(
-    directory: CheckpointPath,
+    directory: ModelPath,
     /,
     *,
     out: Path,
@@ -137,9 +135,7 @@ def run(
     opposite: Switch = False,
     text: str = "sotu",
     max_tokens: Whole = 256,
-    adapter: CheckpointPath | None = None,
-    device: Device = None,
-    dtype: DtypeName | None = None,
+    loading_as: LoadFlags = LOADED_AS_STORED,
     json: Json = False,
 ) -> int:
     """Make a direction that steers a model, with a strength that keeps a budget.
@@ -153,9 +149,6 @@ def run(
 
     Parameters
     ----------
-    directory
-        A run directory, a Hugging Face directory, or ORGANISATION/NAME[@REVISION] of a model in the
-        Hugging Face cache.
     out
         File to write, of safetensors.
     toward
@@ -181,10 +174,6 @@ def run(
         The text on which the strength is found: a file, a folder, or a built-in text.
     max_tokens
         Tokens of the text that are read, and as many after them for a second look.
-    adapter
-        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
-    dtype
-        Dtype of the weights; the one they are stored in by default.
     """
     if sum(x is not None for x in (toward, word, singular)) != 1 or (toward is None) != (
         away is None
@@ -199,7 +188,7 @@ def run(
         raise ValueError("--singular names its layers; leave out --layer.")
     if max_tokens < 2:
         raise ValueError(f"--max-tokens {max_tokens} should be 2 or more.")
-    reads = [directory, adapter, toward, away, text_path(text)]
+    reads = [directory, loading_as.adapter, toward, away, text_path(text)]
     require_output(out, new=True, reads=reads)
     require_inputs(directory, text)
     with Console(quiet=json, aside=True) as console:
@@ -218,8 +207,7 @@ def run(
 
         if not 0.0 < kl <= MOST_NATS:
             raise ValueError(f"--kl {kl:g} should be above 0 and at most {MOST_NATS:g} nats.")
-        place = device_and_dtype(device, dtype, float64=True)
-        model, tokenizer, config = load_checkpoint(directory, *place, adapter)
+        model, tokenizer, config = loading_as.load(directory, float64=True)
         if config.kind != "decoder":
             raise ValueError(f"steering is for decoders, and {directory} is of kind {config.kind}.")
         at = max(1, round(2 * config.layers / 3)) if layer is None else layer
