@@ -59,6 +59,7 @@ class NorMuon(Muon):
         super().__init__(params, **settings)
 
     def _rescaled(self, directions: Tensor, weights: list[Tensor]) -> Tensor:
+        directions = directions.to(weights[0].dtype)
         rows = directions.square().mean(-1, keepdim=True)
         for weight, now in zip(weights, rows, strict=True):
             state = self.state[weight]

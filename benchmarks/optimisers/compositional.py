@@ -28,13 +28,17 @@ RMS = 0.2
 class PerHeadMuon(Muon):
     """Muon whose query and key rows move by an orthogonal step per head."""
 
+    refusal = "it reads the rate on the host"
+
     def __init__(self, params: list[nn.Parameter], attentions: list[Any], **settings: Any) -> None:
         super().__init__(params, **settings)
         self.attentions = {attention.qkv.weight: attention for attention in attentions}
 
-    def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+    def _move(
+        self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any], **rates: Any
+    ) -> None:
         before = {w: w.detach().clone() for w in weights if w in self.attentions}
-        super()._move(weights, group)
+        super()._move(weights, gradients, group, **rates)
         for weight, W in before.items():
             self._move_heads(weight, W, group)
 

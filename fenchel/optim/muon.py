@@ -34,12 +34,13 @@ Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fenchel.optim.cuda_graph import PreparedStep, Rate, run_step
 from fenchel.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -83,6 +84,11 @@ class Muon(torch.optim.Optimizer):
                         "give it to AdamW."
                     )
 
+    runner: Callable[[PreparedStep], None] = staticmethod(run_step)
+    """Takes prepared steps; ``capture_steps`` replaces it."""
+    refusal: str | None = None
+    """Why the steps of a rule that is derived from this one cannot be captured."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every matrix that has a gradient."""
@@ -90,36 +96,77 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.runner(self._prepare())
+        return loss
+
+    def _prepare(self) -> PreparedStep:
+        """Stack the matrices by shape, and create the momenta."""
+        stacks: list[tuple[list[Tensor], dict[str, Any]]] = []
         for group in self.param_groups:
             by_shape: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]]
             by_shape = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
                     by_shape[weight.shape, weight.dtype, weight.device].append(weight)
-            for weights in by_shape.values():
-                self._move(weights, group)
-        return loss
+                    if not self.state[weight]:
+                        self.state[weight]["momentum"] = torch.zeros_like(weight)
+            stacks += [(weights, group) for weights in by_shape.values()]
+        moved = [weight for weights, _ in stacks for weight in weights]
+        state = (x for weight in moved for x in self.state[weight].values())
 
-    def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        mu, lr = group["momentum"], group["lr"]
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight]["momentum"] = torch.zeros_like(weight)
+        def run(rates: Sequence[Rate], gradients: Sequence[Tensor]) -> None:
+            of_stacks, each = iter(rates), iter(gradients)
+            for weights, group in stacks:
+                given = [next(each) for _ in weights]
+                self._move(weights, given, group, decay=next(of_stacks), length=next(of_stacks))
+
+        return PreparedStep(
+            run=run,
+            rates=[rate for weights, group in stacks for rate in _rates(weights[0], group)],
+            inputs=[weight.grad for weight in moved],  # type: ignore[misc]
+            memory=[*moved, *(x for x in state if isinstance(x, Tensor))],
+            settings=tuple(
+                (len(weights), group["momentum"], group["iterations"]) for weights, group in stacks
+            ),
+            refusal=self.refusal,
+        )
+
+    def _move(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        group: dict[str, Any],
+        *,
+        decay: Rate,
+        length: Rate,
+    ) -> None:
+        mu = group["momentum"]
         momenta = [self.state[weight]["momentum"] for weight in weights]
-        gradients: list[Tensor] = [weight.grad for weight in weights]  # type: ignore[misc]
         foreach_lerp_(momenta, gradients, 1.0 - mu)
         ahead = torch.stack(foreach_lerp(gradients, momenta, mu))
         if ahead.is_cuda and ahead.dtype == torch.float32:
             ahead = ahead.bfloat16()
         directions = orthogonal(ahead.flatten(0, -3), group["iterations"]).view_as(ahead)
-        directions = self._rescaled(directions.to(weights[0].dtype), weights)
-        size = 0.2 * max(weights[0].shape[-2:]) ** 0.5
-        foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
-        foreach_add_(weights, directions.unbind(), alpha=-lr * size)
+        directions = self._rescaled(directions, weights)
+        dtype = weights[0].dtype
+        foreach_mul_(weights, decay.to(dtype) if isinstance(decay, Tensor) else decay)
+        if isinstance(length, Tensor):
+            # a scalar in device memory is no alpha; with an axis its dtype counts
+            exact = length.to(torch.promote_types(dtype, torch.float32)).view(1)
+            foreach_add_(weights, (directions * exact).to(dtype).unbind())
+        else:
+            foreach_add_(weights, directions.to(dtype).unbind(), alpha=length)
 
     def _rescaled(self, directions: Tensor, _weights: list[Tensor]) -> Tensor:
         """The stacked directions as they are; rules derived from Muon scale their rows."""
         return directions
+
+
+def _rates(weight: Tensor, group: dict[str, Any]) -> tuple[float, float]:
+    """What a step multiplies a matrix by, and how much of its direction it adds."""
+    lr = float(group["lr"])
+    size = 0.2 * max(weight.shape[-2:]) ** 0.5
+    return 1.0 - lr * group["weight_decay"], -lr * size
 
 
 def orthogonal(stack: Tensor, iterations: int = 5) -> Tensor:

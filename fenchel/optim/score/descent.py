@@ -22,24 +22,29 @@ they have brought the scores out of the ball, a step begins by scaling them back
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fenchel.optim.cuda_graph import PreparedStep, Rate, run_step
 from fenchel.optim.score.direction import NORMS, direction
 from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
+from fenchel.optim.score.probe import stack_inputs
 from fenchel.optim.score.score_change import HeadWeights, ScoreLine
 from fenchel.optim.score.stacked_pairs import (
+    InputPlaces,
     PairProbes,
-    PairStack,
+    StepInputs,
+    gradients_of,
     head_weights,
     restore_dtypes,
     scale_gains,
     stack_parameters,
     stacked_bounds,
     state_shapes,
+    state_tensors,
     store_bounds,
     write_weights,
 )
@@ -62,6 +67,9 @@ class ScoreDescent(torch.optim.Optimizer):
     >>> optimiser.score_stats()["blocks.0.attention"].rms_change.shape
     torch.Size([4])
     """
+
+    runner: Callable[[PreparedStep], None] = staticmethod(run_step)
+    """Takes prepared steps; ``capture_steps`` replaces it."""
 
     def __init__(
         self,
@@ -116,35 +124,60 @@ class ScoreDescent(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.runner(self._prepare())
+        return loss
+
+    def _prepare(self) -> PreparedStep:
+        """Take the samples, and count the step."""
+        stacks: list[_Stack] = []
+        rates: list[float] = []
+        inputs = StepInputs()
         for group, probes in zip(self.param_groups, self.pair_probes, strict=True):
             taken = self._steps_taken(probes)
-            for stack in probes.stacks():
-                self._move(stack, probes, group, group["radius"] + group["opening"] * taken)
-                self.state[stack.pairs[0].query.weight]["step"] = torch.tensor(taken + 1.0)
-        return loss
+            for pairs, samples in probes.samples():
+                gradients = {p: inputs.add(g) for p, g in gradients_of(pairs)}
+                stacks.append(_Stack(group, probes, pairs, gradients, inputs.add_samples(samples)))
+                rates += [float(group["lr"]), group["radius"] + group["opening"] * taken]
+                self.state[pairs[0].query.weight]["step"] = torch.tensor(taken + 1.0)
+        moved = [pair for stack in stacks for pair in stack.pairs]
+
+        def run(rates: Sequence[Rate], inputs: Sequence[Tensor]) -> None:
+            for probes in self.pair_probes:
+                probes.records.clear()
+            for n, stack in enumerate(stacks):
+                self._move(stack, inputs, *rates[2 * n : 2 * n + 2])
+
+        return PreparedStep(
+            run=run,
+            rates=rates,
+            inputs=inputs.tensors,
+            memory=[x for pair in moved for x in (*pair.memory, *state_tensors(self.state, pair))],
+            settings=tuple(stack.settings() for stack in stacks),
+            refusal=next((reason for stack in stacks if (reason := stack.refusal())), None),
+        )
 
     def _steps_taken(self, probes: PairProbes) -> float:
         """The steps of a group, counted with the first pair of every stack that moves."""
         states = (self.state.get(pair.query.weight, {}) for pair in probes.probes)
         return max(float(state.get("step", 0.0)) for state in states)
 
-    def _move(
-        self, stack: PairStack, probes: PairProbes, group: dict[str, Any], radius: float
-    ) -> None:
-        pairs, inputs = stack
+    def _move(self, stack: "_Stack", inputs: Sequence[Tensor], gamma: Rate, radius: Rate) -> None:
+        group, probes, pairs = stack.group, stack.probes, stack.pairs
+        samples = [sample and sample.of(inputs) for sample in stack.samples]
         stacks = stack_parameters(pairs)
-        W, gradient = (
-            head_weights(pairs, stacks),
-            head_weights(pairs, stack_parameters(pairs, gradient=True)),
-        )
+        W = head_weights(pairs, stacks)
+        gradients = stack_parameters(pairs, lambda p: inputs[stack.gradients[p]])
+        gradient = head_weights(pairs, gradients)
         ahead = HeadWeights(
             self._nesterov([p.query for p in pairs], gradient.Q, "query", group["momentum"]),
             self._nesterov([p.key for p in pairs], gradient.K, "key", group["momentum"]),
         )
-        line = ScoreLine(pairs, inputs, W, closed=group["size"] == "closed")
+        given = stack_inputs(pairs, samples, probes.grids)
+        line = ScoreLine(pairs, given, W, closed=group["size"] == "closed")
         U = direction(line, W, ahead, group["norm"], group["damping"])
         line.set_direction(U)
-        limits = StepLimits(float(group["lr"]), radius, exact=True)
+        gamma, radius = (x.to(W.Q.dtype) if isinstance(x, Tensor) else x for x in (gamma, radius))
+        limits = StepLimits(gamma, radius, exact=True)
         update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
         write_weights(pairs, stacks, update.W)
         if update.record.gain_factor is not None:
@@ -185,6 +218,30 @@ class ScoreDescent(torch.optim.Optimizer):
         """Remove the hooks from the model."""
         for probes in self.pair_probes:
             probes.close()
+
+
+class _Stack(NamedTuple):
+    """Pairs of one shape that a step moves, and where their gradients and samples are."""
+
+    group: dict[str, Any]
+    probes: PairProbes
+    pairs: list[QueryKeyPair]
+    gradients: dict[Tensor, int]
+    samples: list[InputPlaces | None]
+
+    def settings(self) -> Any:
+        """The values that a step depends on, without those that are rates."""
+        names = ("momentum", "norm", "damping", "size")
+        pairs = tuple((id(pair), pair.causal, pair.window, pair.scale) for pair in self.pairs)
+        return *(self.group[name] for name in names), pairs, *self.samples
+
+    def refusal(self) -> str | None:
+        """Why a step of the stack cannot be captured."""
+        if any(sample is None for sample in self.samples) or self.group["size"] == "closed":
+            return "closed sizes are searched for by the host"
+        if self.group["norm"] == "frobenius":
+            return "the solver of norm='frobenius' waits for the device"
+        return None
 
 
 def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:

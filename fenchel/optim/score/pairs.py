@@ -214,6 +214,11 @@ class QueryKeyPair:
         return {which: offset for which, offset in found.items() if offset is not None}
 
     @property
+    def memory(self) -> list[Tensor]:
+        """The weights and biases, and the parameters of the norms."""
+        return [*self.parameters, *self.gains.values()]
+
+    @property
     def trained(self) -> bool:
         """Whether the weights require a gradient."""
         return self.query.weight.requires_grad

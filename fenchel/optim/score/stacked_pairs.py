@@ -11,13 +11,14 @@ steps taken. All of it is float32 or better, whatever the dtype of the weights.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fenchel.attention import Angles
 from fenchel.optim.score.pairs import QueryKeyPair
 from fenchel.optim.score.probe import (
     LayerInput,
@@ -44,10 +45,22 @@ def stacked_bounds(
 
 
 def store_bounds(state: Any, pairs: list[QueryKeyPair], bounds: Tensor | None) -> None:
-    """Write the score bounds of a stack into the state, layer by layer."""
-    if bounds is not None:
-        for pair, bound in zip(pairs, bounds.unbind(), strict=True):
-            state[pair.query.weight]["score_bound"] = bound
+    """Write the score bounds of a stack into the state, layer by layer, where it has them."""
+    if bounds is None:
+        return
+    states = [state[pair.query.weight] for pair in pairs]
+    if all("score_bound" in values for values in states):
+        foreach_copy_([values["score_bound"] for values in states], list(bounds.unbind()))
+        return
+    for values, bound in zip(states, bounds.unbind(), strict=True):
+        values["score_bound"] = bound
+
+
+def state_tensors(state: Mapping[Any, Mapping[str, Any]], pair: QueryKeyPair) -> Iterator[Tensor]:
+    """Our state of a pair in device memory."""
+    for weight in dict.fromkeys((pair.query.weight, pair.key.weight)):
+        values = state.get(weight, {})
+        yield from (values[name] for name in STATE_NAMES if values.get(name) is not None)
 
 
 def state_shapes(pairs: Iterable[QueryKeyPair]) -> dict[tuple[Tensor, str], tuple[int, ...]]:
@@ -92,17 +105,22 @@ class PairProbes:
 
     def stacks(self, selected: Callable[[QueryKeyPair], bool] | None = None) -> Iterator[PairStack]:
         """The pairs that have gradients, or are selected, by shape; each sample comes once."""
-        selected = selected or has_gradients
         self.records.clear()
+        for pairs, samples in self.samples(selected):
+            yield PairStack(pairs, stack_inputs(pairs, samples, self.grids))
+
+    def samples(
+        self, selected: Callable[[QueryKeyPair], bool] | None = None
+    ) -> Iterator[tuple[list[QueryKeyPair], list[LayerInput | None]]]:
+        """The same before their samples are stacked."""
+        selected = selected or has_gradients
         by_shape: dict[Any, list[tuple[QueryKeyPair, LayerInput | None]]] = defaultdict(list)
         for pair, probe in self.probes.items():
             if selected(pair):
                 sample = probe.take()
                 by_shape[_stack_key(pair, sample)].append((pair, sample))
         for members in by_shape.values():
-            pairs = [pair for pair, _ in members]
-            samples = [sample for _, sample in members]
-            yield PairStack(pairs, stack_inputs(pairs, samples, self.grids))
+            yield [pair for pair, _ in members], [sample for _, sample in members]
 
     def record_step(self, pairs: list[QueryKeyPair], record: StepRecord) -> None:
         """Keep the record of a step for ``stats``."""
@@ -124,11 +142,53 @@ class PairProbes:
             probe.remove()
 
 
-def stack_parameters(pairs: list[QueryKeyPair], *, gradient: bool = False) -> list[Tensor]:
-    """Copies of the parameters, or gradients, of equal layers: (L, ...) per kind of parameter."""
+class InputPlaces(NamedTuple):
+    """The indices of a ``LayerInput`` among the inputs of a step."""
+
+    x: int
+    cos: int | None
+    sin: int | None
+    mask: int | None
+
+    def of(self, inputs: Sequence[Tensor]) -> LayerInput:
+        """The sample."""
+        x, cos, sin, mask = (None if n is None else inputs[n] for n in self)
+        assert x is not None
+        return LayerInput(x, None if cos is None or sin is None else Angles(cos, sin), mask)
+
+
+class StepInputs:
+    """The tensors that a step reads, each once: all layers may share a table of angles."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._places: dict[Any, int] = {}
+
+    def add(self, x: Tensor) -> int:
+        """The index of a tensor, which is added where it is new."""
+        where = (x.data_ptr(), x.shape, x.stride(), x.dtype) if x.device.type != "meta" else id(x)
+        place = self._places.setdefault(where, len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(x)
+        return place
+
+    def add_samples(self, samples: Iterable[LayerInput | None]) -> list[InputPlaces | None]:
+        """The indices of the tensors of samples."""
+        return [sample and self._add_sample(sample) for sample in samples]
+
+    def _add_sample(self, sample: LayerInput) -> InputPlaces:
+        cos, sin = (None, None) if sample.angles is None else map(self.add, sample.angles)
+        mask = None if sample.mask is None else self.add(sample.mask)
+        return InputPlaces(self.add(sample.x), cos, sin, mask)
+
+
+def stack_parameters(
+    pairs: list[QueryKeyPair], of: Callable[[Tensor], Tensor] = Tensor.detach
+) -> list[Tensor]:
+    """Copies of the parameters, or of what belongs to them, of equal layers: (L, ...) per kind."""
     stacks = []
     for kind in zip(*(pair.parameters for pair in pairs), strict=True):
-        tensors = [p.grad if gradient else p.detach() for p in kind]
+        tensors = [of(p) for p in kind]
         exact = torch.promote_types(kind[0].dtype, torch.float32)
         stacks.append(torch.stack(tensors).to(exact))
     return stacks
@@ -191,6 +251,13 @@ def scale_gains(pairs: list[QueryKeyPair], factor: Tensor) -> None:
         # a factor of 1 leaves the bits of any parameter as they are
         scaled = torch.stack(parameters) * a + plus * (a - 1.0)
         foreach_copy_(parameters, list(scaled.to(parameters[0].dtype).unbind()))
+
+
+def gradients_of(pairs: Iterable[QueryKeyPair]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of pairs that have gradients, and these."""
+    for p in (p for pair in pairs for p in pair.parameters):
+        if p.grad is not None:
+            yield p, p.grad
 
 
 def has_gradients(pair: QueryKeyPair) -> bool:

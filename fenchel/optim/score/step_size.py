@@ -74,6 +74,7 @@ from torch import Tensor
 
 from fenchel.attention import entropy
 from fenchel.attention.spec import SOFTMAX
+from fenchel.optim.cuda_graph import Rate
 from fenchel.optim.score.score_change import (
     HeadFactors,
     HeadWeights,
@@ -331,7 +332,7 @@ class ScoreBall(NamedTuple):
 
 
 def score_ball(
-    r: Tensor, before: Tensor | None, gamma: float, radius: float, *, soft: bool
+    r: Tensor, before: Tensor | None, gamma: Rate, radius: Rate, *, soft: bool
 ) -> ScoreBall:
     """The ball for scores of RMS ``r`` and the bound ``before`` the step, (L, H); None at first."""
     outside = r.clamp(min=radius)
@@ -402,7 +403,8 @@ class StepRecord(NamedTuple):
             unknown = torch.full_like(change, torch.nan)
             return HeadStats(change, unknown, score, unknown, unknown, capped)
         after = ScoreLine(self.line.pairs, self.line.inputs, W)
-        S, dS = after.start, after.start - self.line.start
+        start = self.line.scores(self.line.start_q, self.line.start_k)  # anew: a graph writes there
+        S, dS = after.start, after.start - start
         if self.line.parts is None:
             change, score = (after.sample_mean_square(x).sqrt() for x in (dS, S))
         else:
@@ -437,9 +439,9 @@ PROBING = 1e-3
 class StepLimits:
     """The limits of a step in the scores."""
 
-    gamma: float
+    gamma: Rate
     """RMS change of the scores per head, as they enter the softmax."""
-    radius: float
+    radius: Rate
     """RMS of the scores per head; inf for no ball."""
     exact: bool
     """Move by gamma, shrinking softly (ScoreDescent), or by at most U (ScoreTrust)."""
@@ -462,7 +464,7 @@ def take_step(
     if line.has_qk_norm and limits.exact and not line.closed:
         return _take_step_under_norm(line, W, U, before, limits)
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
-        gamma = torch.full_like(_norm(W.Q), limits.gamma)
+        gamma = _filled(_norm(W.Q), limits.gamma)
         t, s = _step_lengths(line, W, U, gamma, None, limits)
         new = _updated_weights(W, U, t, None, None)
         if line.has_qk_norm and limits.exact:
@@ -492,7 +494,7 @@ def _take_step_under_norm(
     longest = _longest(line, W, U)
     t_0 = line.same_for_keys(PROBING * longest)
     chord = line.chord(t_0)
-    gamma, factor = torch.full_like(longest, limits.gamma), None
+    gamma, factor = _filled(longest, limits.gamma), None
     if line.scales_gains:
         r = chord[..., 0, 0].clamp(min=0.0).sqrt()
         before = score_ball(r, before, limits.gamma, limits.radius, soft=False).bound
@@ -552,6 +554,13 @@ def _updated_weights(
         start = w if by is None else w * _over_matrices(by)
         moved.append(torch.addcmul(start, u, _over_matrices(along)))
     return HeadWeights(*moved)
+
+
+def _filled(like: Tensor, value: Rate) -> Tensor:
+    """``value`` in the shape of ``like``."""
+    if isinstance(value, Tensor):
+        return value.expand_as(like)
+    return torch.full_like(like, value)
 
 
 def _over_matrices(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Instance:
         backward(model, ids)
         (stack,) = pair_probes.stacks()
         self.W, self.inputs = head_weights(self.pairs, stack_parameters(self.pairs)), stack.inputs
-        self.gradient = head_weights(self.pairs, stack_parameters(self.pairs, gradient=True))
+        self.gradient = head_weights(self.pairs, stack_parameters(self.pairs, lambda p: p.grad))
         self.line = ScoreLine(self.pairs, self.inputs, self.W)
 
     def group(self, layer: int, heads: HeadWeights) -> Tensor:
