@@ -223,12 +223,23 @@ class _Reading:
     parts: list[list[int]]
     jobs: list[list[Job]]
     before: "_Reading | None" = None
-    """A reading that waits for this one, of the unsteered row of its only request."""
+    """A reading that waits for this one, which is of unsteered rows of some of its requests."""
 
     @property
     def left(self) -> int:
         """Tokens that are still to be read."""
         return sum(map(len, self.parts))
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Per row, how many tokens it has and how many it is to read."""
+        return [(row.length, len(part)) for row, part in zip(self.rows, self.parts, strict=True)]
+
+    def add(self, row: Row, prompt: Sequence[int], job: Job) -> None:
+        """Read what a row does not have of a prompt, for a request."""
+        self.rows.append(row)
+        self.parts.append([*prompt[row.length :]])
+        self.jobs.append([job])
 
     @property
     def promised(self) -> int:
@@ -429,11 +440,13 @@ class Scheduler:
                 self._enter(reading, hidden[-1:] if every else hidden, trace)
             else:
                 self._drop(reading)
-        elif jobs[0].finished:
-            self._drop(reading)
-            self._drop(reading.before)
         else:
-            jobs[0].unsteered, jobs[0].unsteered_law = reading.rows[0], decoder.logits(hidden[-1:])
+            laws = torch.split(decoder.logits(hidden[-1:] if every else hidden), 1)
+            for job, row, law_1V in zip(jobs, reading.rows, laws, strict=True):
+                if job.finished:
+                    decoder.leave(row, row.ids, damaged=job.failed)
+                else:
+                    job.unsteered, job.unsteered_law = row, law_1V
             self._readings.insert(at, reading.before)
         return sum(map(len, now))
 
@@ -468,9 +481,13 @@ class Scheduler:
     def _begin(self, queue: Sequence[Job], free: int) -> _Reading | None:
         """Take requests from the queue, as many as one chunk and the free rows hold."""
         decoder, reading, alone, count = self.decoder, _Reading([], [], []), False, 0
+        unsteered: _Reading | None = None
         for job in queue:
             request = job.request
             if count + request.rows > free:
+                break
+            limited = request.budget is not None
+            if reading.rows and limited != (unsteered is not None):
                 break
             prompt = job.ids[-decoder.context :]
             same = [jobs for jobs in reading.jobs if _shares_row(jobs[0].request, request)]
@@ -480,37 +497,33 @@ class Scheduler:
             else:
                 reuse = request.prompt_logprobs is None
                 known = decoder.reusable(prompt, request.steering) if reuse else 0
-                sizes = [
-                    (r.length, len(p)) for r, p in zip(reading.rows, reading.parts, strict=True)
-                ]
-                sizes.append((known, len(prompt) - known))
+                sizes = [*reading.sizes, (known, len(prompt) - known)]
                 if reading.rows and (alone or not decoder.fits(sizes)):
                     break
                 row = decoder.take(prompt, reuse=reuse, steering=request.steering)
                 row.left = len(job.ids) - len(prompt)
-                reading.rows.append(row)
-                reading.parts.append(prompt[row.length :])
-                reading.jobs.append([job])
+                reading.add(row, prompt, job)
                 if request.source is not None:
                     decoder.encode(row, request.source)
+                if limited:
+                    plain = decoder.take(prompt)
+                    plain.left, plain.encoded = row.left, row.encoded
+                    size = plain.length, len(prompt) - plain.length
+                    if unsteered is None or not decoder.fits([*unsteered.sizes, size]):
+                        unsteered = _Reading([], [], [], unsteered or reading)
+                    unsteered.add(plain, prompt, job)
             self.waiting.remove(job)
             job.started, count = time.monotonic(), count + request.rows
         if not reading.rows:
             return None
-        job = reading.jobs[0][0]
-        if job.request.budget is not None:
-            prompt = job.ids[-decoder.context :]
-            row = decoder.take(prompt)
-            row.left, row.encoded = reading.rows[0].left, reading.rows[0].encoded
-            reading = _Reading([row], [prompt[row.length :]], [[job]], reading)
+        reading = unsteered or reading
         self._readings.append(reading)
         return reading
 
     def _reads_alone(self, request: Request) -> bool:
         """Whether no other prompt is read with this one."""
         observed = request.prompt_logprobs is not None or request.trace is not None
-        own = request.source is not None or request.budget is not None
-        return self.decoder.invariant or observed or own
+        return self.decoder.invariant or observed or request.source is not None
 
     def _drop(self, reading: _Reading) -> None:
         """Free the rows of prompts that are not needed any more."""

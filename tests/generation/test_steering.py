@@ -411,17 +411,78 @@ def test_a_budget_needs_a_second_row(lively: Build) -> None:
 
 
 @pytest.mark.parametrize("turns", range(7))
-def test_a_cancelled_request_with_a_budget_frees_both_rows(turns: int, lively: Build) -> None:
+def test_a_cancelled_request_with_a_budget_frees_both_rows(
+    turns: int, lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While its two prompts are read, and while it decodes."""
+    monkeypatch.setattr(scheduler, "READ_SECONDS", 0.0)  # a chunk per turn
     decoder = Decoder(lively(context=64), rows=2, chunk=4)
-    scheduler, ends = Scheduler(decoder), list[Any]()
+    queue, ends = Scheduler(decoder), list[Any]()
     settings = GenerationSettings(max_new_tokens=40, steering=Steering(budget=0.1))
     request = settings.request([n % 30 for n in range(10)])
-    job = scheduler.submit(request, lambda update: ends.append(update.finish))
+    job = queue.submit(request, lambda update: ends.append(update.finish))
     for _ in range(turns):
-        scheduler.turn()
+        queue.turn()
     job.cancelled = True
-    while scheduler.busy:
-        scheduler.turn()
+    while queue.busy:
+        queue.turn()
     assert ends[-1] == "cancelled"
     assert decoder.free == 2
+
+
+@pytest.mark.parametrize("step", ["model", "cpu"])
+def test_prompts_with_budgets_are_read_together(
+    step: str, lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their unsteered rows in one pass, they in another; each draws what it draws alone."""
+    model = lively(kv_heads=2, context=64)
+    steer = [Steering(vectors(32, 1, seed=n, size=8.0), budget=0.1 + 0.1 * n) for n in range(3)]
+    requests = [
+        GenerationSettings(max_new_tokens=9, seed=n, steering=one).request([*range(n, n + 6)])
+        for n, one in enumerate(steer)
+    ]
+    alone = [run(Decoder(model, rows=2, step=step), request)[0] for request in requests]
+    decoder, reads = Decoder(model, rows=6, step=step), list[int]()
+    read = decoder.read
+
+    def counted(rows: Any, parts: Any, **options: Any) -> Tensor:
+        reads.append(len(rows))
+        return read(rows, parts, **options)
+
+    monkeypatch.setattr(decoder, "read", counted)
+    assert run(decoder, *requests) == alone
+    assert reads == [3, 3]
+    assert decoder.free == 6
+
+
+@pytest.mark.parametrize("cancelled", [{0}, {1}, {0, 2}, {0, 1, 2}])
+@pytest.mark.parametrize("turns", range(4))
+def test_some_of_the_prompts_with_budgets_are_cancelled(
+    turns: int, cancelled: set[int], lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others draw what they draw alone, and all rows are freed."""
+    monkeypatch.setattr(scheduler, "READ_SECONDS", 0.0)  # a chunk per turn
+    model = lively(kv_heads=2, context=64)
+    steer = Steering(vectors(32, 1), budget=0.1)
+    settings = GenerationSettings(max_new_tokens=7, seed=3, steering=steer)
+    prompts = [list(range(n, n + 5 + 4 * (n == 1))) for n in range(3)]  # one is longer
+    alone = [run(Decoder(model, rows=2), settings.request(prompt))[0] for prompt in prompts]
+    decoder = Decoder(model, rows=6, chunk=12)
+    queue, ids = Scheduler(decoder), [list[int]() for _ in prompts]
+    jobs = [
+        queue.submit(
+            settings.request(prompt),
+            lambda update, own=own: own.extend(token.id for token in update.tokens),
+        )
+        for prompt, own in zip(prompts, ids, strict=True)
+    ]
+    for _ in range(turns):
+        queue.turn()
+    for number in cancelled:
+        jobs[number].cancelled = True
+    while queue.busy:
+        queue.turn()
+    assert [ids[n] for n in range(3) if n not in cancelled] == [
+        alone[n] for n in range(3) if n not in cancelled
+    ]
+    assert decoder.free == 6
