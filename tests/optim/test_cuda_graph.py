@@ -258,3 +258,17 @@ def test_steps_that_the_host_decides_are_refused(device: str) -> None:
     assert "frobenius" in str(graph.reason)
     score.step()  # nothing has a gradient
     assert graph.reason == why_not_captured(score._prepare()) == "no parameter has a gradient"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_setting_captures_the_steps_of_models_on_a_gpu(
+    on_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", on_gpu, raising=False)
+    model = Transformer(ModelConfig(vocabulary=31, width=32, layers=1))
+    optimiser = build_optimiser(model, OptimConfig(cuda_graph=wanted))
+    muon, adamw = optimiser.members
+    assert isinstance(muon, Capturable)
+    assert isinstance(muon.runner, StepGraph) == (on_gpu and wanted)
+    assert not isinstance(adamw, Capturable)
