@@ -334,9 +334,9 @@ class CpuForward:
             o = scaled_dot_product_attention(q, keys, values, mask, scale=scale)
             return o.reshape(B, -1)
 
-        positions_B1 = cache.new_positions(1)
-        position_N = torch.tensor([cache.length]) if positions_B1 is None else positions_B1[:, 0]
-        x = self._forward(token_B, position_N, cache.length + 1, attend_rows, steer=steer)
+        positions_B1, n = cache.new_positions(1), cache.length
+        position = n if positions_B1 is None else positions_B1[:, 0]
+        x = self._forward(token_B, position, n + 1, attend_rows, steer=steer)
         cache.advance(1)
         return self.lm_head(x)
 
@@ -382,7 +382,7 @@ class CpuForward:
     def _forward(
         self,
         token_N: Tensor,
-        position_N: Tensor,
+        position: Tensor | int,
         end: int,
         attend: Attend,
         wanted: Sequence[int] | None = None,
@@ -390,8 +390,8 @@ class CpuForward:
     ) -> Tensor:
         """What the LM head takes at the ``wanted`` tokens, all by default: (N,) -> (N, M).
 
-        Positions are below ``end``. Of the other tokens the last block computes keys and values
-        alone.
+        ``position`` (N,), or one of all tokens, is below ``end``. Of the other tokens the last
+        block computes keys and values alone.
         """
         c, N = self.config, token_N.shape[0]
         H, G, D = c.heads, c.groups, c.head_width
@@ -402,10 +402,13 @@ class CpuForward:
             x = self.embed.new_zeros(P, c.width)
             torch.index_select(self.embed, 0, token_N, out=x[:N])
         if self.pos_embed is not None:
-            x[:N] += self.pos_embed[position_N]
+            x[:N] += self.pos_embed[position]
         rotary = None
         if self.rotary_table is not None:
-            cos, sin = self.rotary_table.at(position_N.unsqueeze(1), end, x)
+            if isinstance(position, int):
+                cos, sin = self.rotary_table.between(position, end, x)
+            else:
+                cos, sin = self.rotary_table.at(position.unsqueeze(1), end, x)
             rotary = cos.to(x.dtype), sin.to(x.dtype)
         for number, block in enumerate(self.blocks):
             qkv = block.qkv(block.attention_norm(x))

@@ -438,9 +438,10 @@ class Decoder:
                 raise ValueError(f"a sequence has all {self.context} tokens of the context.")
             tokens[row.index] = row.token or 0
         token_B = torch.tensor(tokens, device=self.device)
-        rows = self._rows(B)
-        steer = stacked_vectors(_steerings(rows), self.model.embed.weight)
-        choices = self._choices(rows)
+        rows, steer, choices = self._rows(B), None, None
+        if any(row.steering is not None for row in active):
+            steer = stacked_vectors(_steerings(rows), self.model.embed.weight)
+            choices = self._choices(rows)
         if isinstance(self.forward, CpuForward):
             logits_BV = self.forward.step(self.view(B), token_B, observe, steer, choices)
         else:

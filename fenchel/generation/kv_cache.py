@@ -240,7 +240,6 @@ class KVCache:
             raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
         self.positions, self.device = positions, torch.device(device)
         self.starts = [0] * batch
-        """How many tokens each row of this view has before the pass."""
         self.counts: Sequence[int] | None = None
         """How many of the T new tokens each row has, where a pass is padded; None is all."""
         self.per_row = False
@@ -318,19 +317,28 @@ class KVCache:
         return view
 
     @property
+    def starts(self) -> list[int]:
+        """How many tokens each row of this view has before the pass."""
+        return self._starts
+
+    @starts.setter
+    def starts(self, starts: list[int]) -> None:
+        self._starts, self._longest = starts, max(starts)  # read several times per layer
+        self._one_length = min(starts) == self._longest
+
+    @property
     def length(self) -> int:
         """Tokens of the longest row."""
-        return max(self.starts) if self.token_B is None else self.positions - 1
+        return self._longest if self.token_B is None else self.positions - 1
 
     @property
     def _equal(self) -> bool:
         """Whether all rows have the same number of tokens, which the host knows."""
-        one = min(self.starts) == max(self.starts)
-        return one and self.token_B is None and not self.per_row
+        return self._one_length and self.token_B is None and not self.per_row
 
     def new_positions(self, T: int) -> Tensor | None:
         """The positions of T new tokens of every row, (B, T); None where all rows have the same."""
-        if self._equal or (T > 1 and min(self.starts) == max(self.starts)):
+        if self._equal or (T > 1 and self._one_length):
             return None
         return self._number_B1() + torch.arange(T, device=self.device)
 
@@ -496,7 +504,7 @@ class KVCache:
         return first, n + T
 
     def _require_equal(self) -> None:
-        if min(self.starts) != max(self.starts) or self.token_B is not None:
+        if not self._one_length or self.token_B is not None:
             raise ValueError("rows of unequal lengths take one token at a time.")
 
     def _append_in_order(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

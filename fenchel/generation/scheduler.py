@@ -36,7 +36,7 @@ T tokens of a prompt or of a chunk of it, V vocabulary.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Literal, NamedTuple
@@ -452,6 +452,8 @@ class Scheduler:
 
     def _next_reading(self) -> _Reading | None:
         """The prompts whose next chunk is to be read."""
+        if not (self._full or self._readings or self.waiting):
+            return None
         while self._full:
             job = self._full.popleft()
             row, job.row = job.row, None  # the reading has it until the request decodes again
@@ -611,14 +613,7 @@ class Scheduler:
             return self._recorded_step()
         if len(self.jobs) == 1 and self._step_with_draft():
             return 1
-        bucket = self.decoder.fit()
-        rows = list(self.jobs)
-        trace = self._pass_trace(
-            list(self.jobs.values()),
-            [row.index for row in rows],
-            [row.length + 1 for row in rows],
-            bucket,
-        )
+        trace = self._step_trace(self.jobs)
         logits_BV = self.decoder.step(None if trace is None else trace.observe)
         jobs = [(job, row.index) for row, job in self.jobs.items()]
         tokens = self._next_tokens(jobs, logits_BV, trace)
@@ -662,14 +657,8 @@ class Scheduler:
         """
         launched, self._launched, trace = self._launched, None, None
         if launched is None:
-            bucket = self.decoder.fit()
-            active = [(row, job) for row, job in self.jobs.items() if row.length < row.end]
-            trace = self._pass_trace(
-                [job for _, job in active],
-                [row.index for row, _ in active],
-                [row.length + 1 for row, _ in active],
-                bucket,
-            )
+            decoding = {row: job for row, job in self.jobs.items() if row.length < row.end}
+            trace = self._step_trace(decoding)
             launched = self.decoder.launch(None if trace is None else trace.observe)
         ahead = all(job.needs_tokens_only for job in self.jobs.values())
         if ahead and any(row.length < row.end for row in self.jobs):
@@ -681,6 +670,14 @@ class Scheduler:
         for (job, _), token in zip(jobs, tokens, strict=True):
             self._continue(job, token)
         return len(drawn)
+
+    def _step_trace(self, jobs: Mapping[Row, Job]) -> PassTrace | None:
+        """The trace of the next step of these sequences; None where none asks."""
+        if all(job.request.trace is None for job in jobs.values()):
+            return None
+        bucket = self.decoder.fit()
+        rows, lengths = [row.index for row in jobs], [row.length + 1 for row in jobs]
+        return self._pass_trace([*jobs.values()], rows, lengths, bucket)
 
     def _pass_trace(
         self, jobs: Sequence[Job], rows: Sequence[int], lengths: Sequence[int], bucket: int = 0
