@@ -59,6 +59,9 @@ TRUST_RATE, TRUST_RADIUS = 0.2, 6.0
 """ScoreTrust's limits where ``score_rate`` and ``score_radius`` are not set."""
 FIRST_RADIUS = 2.0
 """ScoreDescent's radius at the first step where ``score_radius`` is not set."""
+SAMPLED_SEQUENCES, SAMPLED_TOKENS = 4, 2048
+"""On which ScoreDescent measures scores, per layer: sequences of the context, and tokens at most.
+With 16 sequences of 64 tokens a small model learns no more, and a step takes a third longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +229,7 @@ def score_beside(rest: Rest, model: nn.Module, config: OptimConfig, steps: int |
     """ScoreDescent for queries and keys, ``rest`` for the remaining rows."""
     rate = peak_score_rate(config, steps)
     pairs = attention_pairs(model)
+    context: int = getattr(getattr(model, "config", None), "context", SAMPLED_TOKENS)
     score = ScoreDescent(
         pairs,
         rate,
@@ -233,6 +237,7 @@ def score_beside(rest: Rest, model: nn.Module, config: OptimConfig, steps: int |
         _first_radius(config),
         opening=config.score_opening,
         damping=config.score_damping,
+        probe=min(SAMPLED_SEQUENCES * context, SAMPLED_TOKENS),
     )
     slices = remaining_parameters(pairs, model.parameters())
     return score, *optimise_slices(rest, model, config, slices)

@@ -161,6 +161,19 @@ def test_every_row_is_moved_once_under_score() -> None:
     assert rows + pairs == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("context", "tokens"), [(64, 256), (512, 2048), (1024, 2048)])
+def test_score_samples_four_sequences_and_no_more_than_2048_tokens(
+    context: int, tokens: int
+) -> None:
+    model = Transformer(ModelConfig(vocabulary=11, context=context, width=8, layers=1))
+    optimiser = build_optimiser(model, OptimConfig(optimiser="score"), steps=100)
+    score = optimiser.members[0]
+    model(torch.zeros(8, context, dtype=torch.long)).logsumexp(-1).sum().backward()
+    (sample,) = (x for _, samples in score.pair_probes[0].samples() for x in samples)
+    assert sample is not None
+    assert sample.x.shape == (tokens // context, context, 8)
+
+
 @pytest.mark.parametrize("name", ["score", "trust"])
 def test_the_settings_reach_the_score_optimisers(name: str) -> None:
     own = {"score_damping": 0.5} if name == "score" else {}
