@@ -4,6 +4,7 @@ record (plain values of the command) -> sections -> one document
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from fenchel.report.html import (
@@ -28,6 +29,11 @@ from fenchel.report.inspection_blocks import span_edges, span_titles, span_token
 
 _TOKENS = 128  # columns of the grid
 _WORD = 24  # characters of a word in the grid
+_IN_WORDS = {
+    "logit": "the logit lens",
+    "jacobian without offset": "J x without offset",
+    "jacobian": "the Jacobian lens with its offset",
+}
 _NAMES = {
     "logit": ("Logit lens", "The stream as it is, through the last norm and the LM head."),
     "jacobian without offset": (
@@ -48,9 +54,9 @@ def render(record: Mapping[str, Any]) -> str:
     subject = record["subject"]
     name = shorten(clean(str(subject["name"])), 200)
     sentence = (
-        f"What each of {pluralise(len(record['lenses'][-1]['layers']), 'layer')} predicts next, "
-        f"on the first {pluralise(len(record['tokens']), 'token')} of "
-        f"{shorten(clean(record['text']), 80)}."
+        f"What the model would say if it ended after each of its "
+        f"{pluralise(len(record['lenses'][-1]['layers']), 'layer')}, on the first "
+        f"{pluralise(len(record['tokens']), 'token')} of {shorten(clean(record['text']), 80)}."
     )
     return document(
         title=f"{name} through a lens · fenchel",
@@ -61,7 +67,7 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _summary(record: Mapping[str, Any]) -> Section:
-    best = record["lenses"][-1]
+    best = nearest(record)
     rows, first = best["agreement"], best["first"][1:]
     half = next((row for row in rows if row["top"] >= 0.5), rows[-1])
     last = rows[-2] if len(rows) > 1 else rows[-1]
@@ -69,9 +75,9 @@ def _summary(record: Mapping[str, Any]) -> Section:
     early = sum(n < layers[-1] for n in first) / max(len(first), 1)
     cards = [
         (
-            "Half of the answers are on top",
+            "Half of the words are final",
             f"layer {half['layer']}",
-            f"{half['top']:.0%} of the tokens, {_NAMES[best['kind']][0].lower()}",
+            f"{half['top']:.0%} of the tokens, {_NAMES[best['kind']][0]}",
         ),
         (
             "Settled before the last layer",
@@ -84,8 +90,44 @@ def _summary(record: Mapping[str, Any]) -> Section:
             f"nats per token; {format_number(rows[-1]['loss'], 3)} by the model itself",
         ),
     ]
-    body = [number_cards(cards), element("p", record["did"], class_="note")]
+    body = [
+        element("p", finding(record), class_="lead"),
+        number_cards(cards),
+        element("p", record["did"], class_="note"),
+    ]
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
+
+
+def nearest(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The lens with the smallest divergence, in the mean over the layers that all have."""
+    layers = record["lenses"][-1]["layers"]
+
+    def far(one: Mapping[str, Any]) -> float:
+        return sum(float(row["kl"]) for row in one["agreement"] if row["layer"] in layers)
+
+    return min(record["lenses"], key=far)
+
+
+def finding(record: Mapping[str, Any]) -> str:
+    """What a lens shows, in a sentence or two."""
+    best = nearest(record)
+    rows = best["agreement"]
+    if len(rows) < 2:
+        return "The model has one layer, whose word is its own."
+    steps = [after["top"] - before["top"] for before, after in pairwise(rows)]
+    step = max(range(len(steps)), key=steps.__getitem__)
+    half = next(row for row in rows if row["top"] >= 0.5)
+    found = (
+        f"After layer {rows[0]['layer']} of {rows[-1]['layer']} the likeliest next word is the "
+        f"final one for {rows[0]['top']:.0%} of the tokens"
+    )
+    if half is not rows[0]:
+        found += f", after layer {half['layer']} for {half['top']:.0%}"
+    found += (
+        f". The largest step from there is layer {rows[step + 1]['layer']} ({steps[step]:+.0%}). "
+        f"Read by the lens that is nearest to the model here, {_IN_WORDS[best['kind']]}."
+    )
+    return found
 
 
 def _laws(record: Mapping[str, Any]) -> Section:
