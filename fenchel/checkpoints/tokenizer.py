@@ -19,7 +19,7 @@ chat_template.jinja, else the field chat_template of chat_template.json or of to
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,22 +152,30 @@ def encoded_documents(
             yield encode(document.text)
             encode = tokenizer.encode
         return
+    conversation = conversation_encoder(tokenizer, folder)
     for document in open_text(source, messages=True, answered=False).documents():
         try:
-            yield encoded_conversation(json.loads(document.text), tokenizer, folder)
+            yield conversation(json.loads(document.text))
         except ValueError as error:
             raise ValueError(f"{printable(document.name)}: {error}") from None
 
 
-def encoded_conversation(
-    messages: Sequence[Message], tokenizer: TextTokenizer, folder: Path | None
-) -> list[int]:
-    """The ids of a conversation, to the beginning of an answer where it ends with a question."""
+def conversation_encoder(
+    tokenizer: TextTokenizer, folder: Path | None
+) -> Callable[[Sequence[Message]], list[int]]:
+    """The function from a conversation to its ids, by the template of a directory.
+
+    They go on to the beginning of an answer where the conversation ends with a question.
+    """
     template = None if folder is None else read_chat_template(folder)
     if template is None:
         raise ValueError("the model has no chat template to write a conversation by.")
-    asks = messages[-1]["role"] == "user"
-    return template.encode(tokenizer, messages, add_generation_prompt=asks)
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        asks = messages[-1]["role"] == "user"
+        return template.encode(tokenizer, messages, add_generation_prompt=asks)
+
+    return encode
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
 from fenchel.checkpoints.tokenizer import (
+    conversation_encoder,
     describe_beginning,
-    encoded_conversation,
     encoded_documents,
 )
 from fenchel.data import TextTokenizer, open_text
@@ -135,8 +135,9 @@ class InspectedModel(ABC):
         """Ids of a text, or of the message of a user and the beginning of an answer."""
         if not chat:
             return self.tokenizer.encode_whole(text)
-        messages = [{"role": "user", "content": text}]
-        return encoded_conversation(messages, self.tokenizer, self.folder)
+        return conversation_encoder(self.tokenizer, self.folder)(
+            [{"role": "user", "content": text}]
+        )
 
     def documents(self, source: str) -> Iterator[list[int]]:
         """Ids of the documents of a text, which may be conversations."""
