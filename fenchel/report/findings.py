@@ -35,9 +35,9 @@ def findings(result: Inspection) -> list[str]:
 
 def why_finding(why: ScoreParts, tokens: Sequence[str]) -> str:
     """By which parts of the two streams a key stands out for a query."""
-    names = [printable(tokens[at].strip() or repr(tokens[at]), 40) for at in (why.query, why.key)]
+    names = [token_name(tokens[at]) for at in (why.query, why.key)]
     found = (
-        f"Head {why.layer}.{why.head} attends from “{names[0]}” ({why.query}) to “{names[1]}” "
+        f"Head {why.layer}.{why.head} attends from {names[0]} ({why.query}) to {names[1]} "
         f"({why.key}) with weight {why.weight:.2f}"
     )
     if why.contrast <= 0:
@@ -48,6 +48,14 @@ def why_finding(why: ScoreParts, tokens: Sequence[str]) -> str:
         name = part.replace("mlp", "MLP")
         sides.append(f"of the {side}'s stream mostly by its {name} ({value / why.contrast:.0%})")
     return f"{found}: its score is {why.contrast:.2f} above the mean, {' and '.join(sides)}."
+
+
+def token_name(text: str) -> str:
+    """
+    >>> token_name(" the"), token_name("\\n")
+    ('“the”', '“↵”')
+    """
+    return f"“{printable(text.strip() or text.replace(chr(10), '↵'), 40)}”"
 
 
 def next_command(

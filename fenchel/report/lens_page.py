@@ -99,13 +99,14 @@ def _summary(record: Mapping[str, Any]) -> Section:
 
 
 def nearest(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The lens with the smallest divergence, in the mean over the layers that all have."""
+    """The lens with the smallest divergence in the mean over layers, of those that are shown."""
+    return min(_shown(record), key=lambda one: sum(row["kl"] for row in one["agreement"]))
+
+
+def _shown(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The lenses with the layers of the fitted one, which may lack some."""
     layers = record["lenses"][-1]["layers"]
-
-    def far(one: Mapping[str, Any]) -> float:
-        return sum(float(row["kl"]) for row in one["agreement"] if row["layer"] in layers)
-
-    return min(record["lenses"], key=far)
+    return [one for one in record["lenses"] if one["layers"] == layers]
 
 
 def finding(record: Mapping[str, Any]) -> str:
@@ -133,7 +134,7 @@ def finding(record: Mapping[str, Any]) -> str:
 def _laws(record: Mapping[str, Any]) -> Section:
     tokens = [clean(token) for token in record["tokens"][:_TOKENS]]
     words = {key: shorten(clean(word), _WORD) for key, word in record["words"].items()}
-    count, last = len(tokens), record["lenses"][-1]
+    count, best = len(tokens), nearest(record)
     lenses = [
         {
             "name": _NAMES[one["kind"]][0],
@@ -144,15 +145,15 @@ def _laws(record: Mapping[str, Any]) -> Section:
             "kl": [json_numbers(row[:count]) for row in one["kl"]],
             "rank": [row[:count] for row in one["rank"]],
         }
-        for one in record["lenses"]
-        if one["layers"] == last["layers"]
+        for one in _shown(record)
     ]
-    place = max(range(1, count), key=lambda t: last["kl"][0][t]) if count > 1 else 0
+    place = max(range(1, count), key=lambda t: best["kl"][0][t]) if count > 1 else 0
     data = {
         "view": "laws",
         "tokens": tokens,
         "words": words,
         "lenses": lenses,
+        "shown": _shown(record).index(best),
         "start": [place, 0],
     }
     caption = (
@@ -160,10 +161,10 @@ def _laws(record: Mapping[str, Any]) -> Section:
         "shaded by its probability. The last row is the model itself, and cells that already have "
         "its word are framed. Choose a cell, or move with the arrow keys, to see its law."
     )
-    rows = [(f"{t} {tokens[t]}", *(words[row[t][0]] for row in last["top"])) for t in range(count)]
-    head = ("token", *(f"layer {n}" for n in last["layers"]))
+    rows = [(f"{t} {tokens[t]}", *(words[row[t][0]] for row in best["top"])) for t in range(count)]
+    head = ("token", *(f"layer {n}" for n in best["layers"]))
     numbers = table(
-        head, rows, caption=f"The most likely next word, {_NAMES[last['kind']][0]}", numeric=False
+        head, rows, caption=f"The most likely next word, {_NAMES[best['kind']][0]}", numeric=False
     )
     figure = picture("laws", "What each layer predicts", caption, numbers, width="whole")
     return Section(anchor="laws", title="Words", body=figure, pictures={"laws": data})
@@ -183,8 +184,7 @@ def _agreement(record: Mapping[str, Any]) -> Section:
                 "KL(model || layer) in nats.",
                 bend="root",
             )
-            for one in reversed(lenses)
-            if one["layers"] == layers
+            for one in sorted(_shown(record), key=lambda one: one is not nearest(record))
         ],
         across="token",
         titles=span_titles(tokens, edges),

@@ -115,3 +115,16 @@ def test_the_lens_that_is_nearest_is_the_one_that_is_summed_up() -> None:
     assert "25% of the tokens, after layer 2 for 100%" in finding(told)
     assert finding(told).endswith("the Jacobian lens with its offset.")
     assert finding(told) in render(told)
+
+
+@needs_browser
+def test_the_grid_and_the_map_begin_with_the_lens_that_is_summed_up(tmp_path: Path) -> None:
+    told, page, browser = record(), tmp_path / "lens.html", Browser()
+    told["lenses"][1]["agreement"][0]["kl"] = 0.5
+    page.write_text(render(told))
+    checked = "return [...document.querySelectorAll('[aria-checked=true]')].map(c => c.textContent)"
+    try:
+        browser.open(page, width=DESKTOP)
+        browser.expect(lambda: list(browser.run(checked)), ["J x", "J x"])
+    finally:
+        browser.driver.quit()
