@@ -199,6 +199,7 @@ def run(
         import torch
 
         from fenchel.checkpoints.tokenizer import encoded_documents
+        from fenchel.data import holds_conversations
         from fenchel.steering import (
             MOST_NATS,
             difference_of_means,
@@ -250,6 +251,7 @@ def run(
         return 0
     here = found.divergence
     shown = printable(out, 4096)
+    then = "chat" if holds_conversations(text) else "generate"
     console = Console()
     for sentence in (
         f"{direction.about}; strength {found.value:.3g}, found in {found.passes} passes.",
@@ -257,7 +259,7 @@ def run(
         f"tokens of {printable(text)}, by {here.worst:.2g} at most; over the {len(second)} after "
         f"them by {elsewhere.mean:.3g} and {elsewhere.worst:.2g}, where the loss changes by "
         f"{elsewhere.loss:+.3f} nats per token.",
-        f"Saved to {shown}. Try fenchel generate {printable(directory, 4096)} --steer {shown}",
+        f"Saved to {shown}. Try fenchel {then} {printable(directory, 4096)} --steer {shown}",
     ):
         console.message(sentence)
     return 0
