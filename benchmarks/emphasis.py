@@ -22,7 +22,6 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import record
-from fenchel.attention import AttentionCall, Dense
+from fenchel.attention import AttentionCall
 from fenchel.checkpoints import load
 from fenchel.cli import main as fenchel
 from fenchel.data import TextTokenizer
@@ -195,9 +194,7 @@ def divergences(model: Transformer, ids_BT: Tensor, start: int, steering: Steeri
     table, position_1T = ChoiceTable([(steering, 0)] * B, heads), torch.arange(T)[None]
 
     def override(layer: int, call: AttentionCall) -> Tensor:
-        log_u = Dense(table.bias(layer, position_1T))
-        prior = log_u if call.spec.prior is None else call.spec.prior + log_u
-        return table.attend(layer, call._replace(spec=replace(call.spec, prior=prior)))
+        return table.attend(layer, table.applied(layer, call, position_1T))
 
     laws = [model(ids_BT, attention_override=how)[:, start - 1 : -1] for how in (override, None)]
     steered, plain = (z.flatten(0, 1).double() for z in laws)

@@ -49,7 +49,6 @@ ELSEWHERE = {
     "pipeline/task": "pipeline/test_preparation.py",
     "report/certificates": "cli/test_certify.py",
     "report/curves": "report/test_run_page.py",
-    "report/effects_page": "cli/test_patch.py",
     "report/inspection_blocks": "report/test_inspection_page.py",
     "report/inspection_heads": "report/test_inspection_page.py",
     "report/summary": "report/test_run_page.py",

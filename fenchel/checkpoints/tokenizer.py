@@ -18,7 +18,8 @@ A template of tokenizer.json encloses any text; the chat template writes a conve
 chat_template.jinja, else the field chat_template of chat_template.json or of tokenizer_config.json.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ from fenchel.data import (
     PLAIN,
     ChatTemplate,
     TextTokenizer,
+    holds_conversations,
     load_tokenizer,
+    open_text,
 )
-from fenchel.data.chat import LARGEST_TEMPLATE
+from fenchel.data.chat import LARGEST_TEMPLATE, Message
 from fenchel.files import printable, read_regular
 from fenchel.model.families.config_reader import CONFIG
 
@@ -132,6 +135,47 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
     return ChatTemplate(template, spelled, name) if isinstance(template, str) else None
+
+
+def encoded_documents(
+    source: str, tokenizer: TextTokenizer, folder: Path | None
+) -> Iterator[list[int]]:
+    """The ids of the documents of a text, or of its conversations by the template of a directory.
+
+    Only the first text has the control tokens that the tokenizer puts around a text; a conversation
+    has those of the template, and goes on to the beginning of an answer where it ends with a
+    question.
+    """
+    if not holds_conversations(source):
+        encode = tokenizer.encode_whole
+        for document in open_text(source).documents():
+            yield encode(document.text)
+            encode = tokenizer.encode
+        return
+    conversation = conversation_encoder(tokenizer, folder)
+    for document in open_text(source, messages=True, answered=False).documents():
+        try:
+            yield conversation(json.loads(document.text))
+        except ValueError as error:
+            raise ValueError(f"{printable(document.name)}: {error}") from None
+
+
+def conversation_encoder(
+    tokenizer: TextTokenizer, folder: Path | None
+) -> Callable[[Sequence[Message]], list[int]]:
+    """The function from a conversation to its ids, by the template of a directory.
+
+    They go on to the beginning of an answer where the conversation ends with a question.
+    """
+    template = None if folder is None else read_chat_template(folder)
+    if template is None:
+        raise ValueError("the model has no chat template to write a conversation by.")
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        asks = messages[-1]["role"] == "user"
+        return template.encode(tokenizer, messages, add_generation_prompt=asks)
+
+    return encode
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

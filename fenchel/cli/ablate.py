@@ -62,7 +62,7 @@ def run(
         require_page(target, reads=[directory, text_path(text)])
     if exact is not None and exact < 1:
         raise ValueError(f"--exact {exact} should be 1 or more.")
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
@@ -83,11 +83,14 @@ def run(
     if json:
         print(json_format.dumps(record))
         return 0
+    from fenchel.report.effects_page import ablation_finding
+
     facts = record["subject"]
     sentences = [
-        f"{facts['name']} ({facts['family']}) on {len(words.ids)} tokens of {words.name}: loss "
-        f"{found.base:.4f} nats per token. Change: of that loss with the part replaced by "
-        f"{found.to}; positive where the part is needed. Estimate: by one gradient.",
+        f"{facts['name']} ({facts['family']}) on {len(words.ids)} tokens of {words.name}: "
+        f"{ablation_finding(record)}",
+        f"Change: of the loss with the part replaced by {found.to}; positive where the part is "
+        "needed. Estimate: by one gradient.",
         agreement_sentence(record, _PARTS),
     ]
     show([effects_table(record, "change")], sentences, target)

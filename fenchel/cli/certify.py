@@ -130,7 +130,7 @@ def run(
     if target is not None:
         require_page(target, reads=[directory, text_path(text)])
 
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     certification: Any
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
@@ -190,7 +190,7 @@ def run(
 
 def _constant(directory: Path, text: str, max_tokens: int, *, json: bool) -> int:
     """Print the Lipschitz constant of the logits, from both sides."""
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 

@@ -417,6 +417,7 @@ class Repl:
         from fenchel.cli.inspect import head_and_tokens
         from fenchel.cli.inspection_tables import why_table
         from fenchel.interpretability import score_parts
+        from fenchel.report.findings import why_finding
 
         layer, head, number, key = head_and_tokens(place, "/why")
         conversation, answer = self.conversation, self._last_answer("/why")
@@ -430,7 +431,9 @@ class Repl:
         parts = score_parts(conversation.model, ids, layer, head, key=key)
         tokenizer = conversation.tokenizer
         tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-        Console(quiet=self.json).terminal.print(why_table(parts, tokens))
+        console = Console(quiet=self.json)
+        console.terminal.print(why_table(parts, tokens))
+        console.message(why_finding(parts, tokens))
 
     def _last_answer(self, command: str) -> "Answer":
         """The answer that a command is about."""

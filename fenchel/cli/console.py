@@ -101,7 +101,8 @@ Device = Annotated[
 TextStart = Annotated[
     str,
     Parameter(
-        help='"sotu", "kjv", a text file, a folder or a .jsonl file; its first tokens are read.'
+        help='"sotu", "kjv", a text file, a folder, or a .jsonl file of texts or of conversations; '
+        "its first tokens are read."
     ),
 ]
 """--text of the commands that look at a few tokens."""
@@ -183,12 +184,16 @@ def text_path(text: str | None) -> Path | None:
 
 
 def require_inputs(
-    directory: Path | None = None, text: str | None = None, *, tuned_on: bool = False
+    directory: Path | None = None,
+    text: str | None = None,
+    *,
+    conversations: bool = False,
+    answered: bool = False,
 ) -> None:
     """Refuse a directory or a text that is not there, before seconds are spent on torch.
 
-    Of a text the first document is read, which shows most files that are not text; one that a
-    checkpoint is ``tuned_on`` may hold conversations.
+    Of a text the first document is read, which shows most files that are not text; it may hold
+    ``conversations``, which a checkpoint that is tuned on them needs ``answered``.
     """
     if directory is not None:
         require_checkpoint(directory)
@@ -196,8 +201,8 @@ def require_inputs(
         from fenchel.data.text import holds_conversations, open_text
 
         with warnings.catch_warnings(action="ignore"):  # the reader repeats its notices
-            messages = tuned_on and holds_conversations(text)
-            next(open_text(text, messages=messages).documents())
+            messages = conversations and holds_conversations(text)
+            next(open_text(text, messages=messages, answered=answered).documents())
 
 
 class OutputClosed(Exception):

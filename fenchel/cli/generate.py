@@ -3,7 +3,8 @@
 import json as json_format
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,9 +29,10 @@ from fenchel.files import Notice, printable
 
 if TYPE_CHECKING:
     from fenchel.data import TextTokenizer
-    from fenchel.generation import Token
+    from fenchel.generation import Steering, Token
     from fenchel.model import Transformer
 
+_ANSWER = 32  # tokens of an unsteered answer, on which an emphasis is measured
 DRAFT_ROUNDS = (
     "Drafts round otherwise than single steps in half precision: the text may part from the one "
     "without --draft at a near tie (--dtype float32 keeps it)."
@@ -110,6 +112,7 @@ def run(
     max_new_tokens: Whole = 200,
     sampling: SamplingFlags = SamplingFlags(),
     steering: SteerFlags = NOT_STEERED,
+    emphasis_kl: float | None = None,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     decoding: DecodingFlags = PLAIN_DECODING,
     past_context: bool = True,
@@ -137,6 +140,9 @@ def run(
         Text to stop before; may be given several times.
     past_context
         Go on when the context is full, with its newest half; else the text ends there.
+    emphasis_kl
+        Find --emphasis so that the laws of the text that the model writes without it move by so
+        much on average, in nats; at most 1.
     attention
         What the attention of every new token read: lines after the text, or numbers with --json.
     stream
@@ -147,6 +153,8 @@ def run(
     if words and prompt:
         raise ValueError("give the prompt once: behind the directory, or by --prompt.")
     prompt = " ".join(words) or (sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
+    if emphasis_kl is not None and (steering.emphasise is None or steering.emphasis is not None):
+        raise ValueError("--emphasis-kl belongs to --emphasise WORDS; it finds their --emphasis.")
     if decoding.logprobs is not None and not json:
         raise ValueError("--logprobs needs --json, which has a place for numbers.")
     require_inputs(directory)
@@ -173,6 +181,9 @@ def run(
     ids, source = prompt_ids(prompt, tokenizer, model_config, ends, config.decoder_start)
     if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
         from_checkpoint["ends"] = list(ends)
+    steered = steering.steering(model)
+    if emphasis_kl is not None and steered is not None:
+        steered = _emphasis_within(model, tokenizer, steered, ids, ends, emphasis_kl)
     traced = TraceSettings(entropy=True, attention=TraceAttention()) if attention else None
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -180,7 +191,7 @@ def run(
         stop=[*ends, *(stop or ())],
         past_context=past_context,
         trace=traced,
-        steering=steering.steering(model),
+        steering=steered,
         **decoding.given(),
     )
     requests = [settings.request(ids, source=source)] if max_new_tokens else []
@@ -231,6 +242,39 @@ def run(
         whole = [*ids, *(token.id for token in tokens)]
         print_attention(tokenizer, whole, [token.trace for token in tokens if token.trace])
     return 0
+
+
+def _emphasis_within(
+    model: "Transformer",
+    tokenizer: "TextTokenizer",
+    steering: "Steering",
+    ids: list[int],
+    ends: Sequence[int],
+    kl: float,
+) -> "Steering":
+    """The steering with the bias that moves the laws of an unsteered answer by ``kl`` nats."""
+    import torch
+
+    from fenchel.generation import generate
+    from fenchel.steering import find_strength
+
+    assert steering.emphasis is not None
+    emphasis = steering.emphasis.found_in(tokenizer, ids)
+    room = min(_ANSWER, model.config.context - len(ids))
+    if room < 1:
+        raise ValueError(
+            "the prompt fills the context, so that --emphasis-kl has no answer to read."
+        )
+    prompt = torch.tensor([ids], device=model.lm_head_weight.device)
+    answer = generate(model, prompt, max_new_tokens=room, temperature=0.0, stop=ends)
+    text = answer[0].tolist()
+    found = find_strength(model, emphasis, text, kl, start=len(ids) - 1)
+    print(
+        f"An emphasis of {found.value:.3g} moves the laws of {len(text) - len(ids)} tokens by "
+        f"{found.divergence.mean:.3g} nats on average, by {found.divergence.worst:.3g} at most.",
+        file=sys.stderr,
+    )
+    return replace(steering, emphasis=replace(emphasis, bias=found.value))
 
 
 def token_json(token: "Token", tokenizer: "TextTokenizer") -> dict[str, Any]:

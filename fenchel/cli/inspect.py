@@ -94,7 +94,7 @@ def run(
     if target is not None:
         require_page(target, reads=[directory, text_path(text)])
 
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 

@@ -35,6 +35,7 @@ from fenchel.report.measures import (
     head_measure,
 )
 
+_LINE = 72  # columns of a title and a legend, where a table is narrower
 _PARTS = 16
 """Parts of a score shown."""
 _HEADS = 12
@@ -127,6 +128,7 @@ def why_table(why: ScoreParts, tokens: Sequence[str]) -> Table:
     if why.softcap is not None:
         legend += f"; scores are capped at {why.softcap:g} after this"
     table = plain_table(title, ["part", "of the query", "of the key"], legend)
+    table.min_width = _LINE
     both = zip(why.parts, why.by_query, why.by_key, strict=True)
     rows = sorted(both, key=lambda row: -max(abs(row[1]), abs(row[2])))
     for name, query, key in rows[:_PARTS]:

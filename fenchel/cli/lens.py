@@ -104,9 +104,9 @@ def run(
         require_page(target, reads=reads)
     if save is not None:
         require_output(save, new=True, reads=reads)
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     if fit is not None:
-        require_inputs(text=fit)
+        require_inputs(text=fit, conversations=True)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
@@ -171,7 +171,9 @@ def run(
         print(json_format.dumps(record))
         return 0
     tables = [*_tables(record), *([_errors(record, radius)] if errors is not None else [])]
-    show(tables, [did], target)
+    from fenchel.report.lens_page import finding
+
+    show(tables, [finding(record), did], target)
     return 0
 
 
@@ -195,11 +197,9 @@ class _Source:
         return [list(self.own)], "The lens is fitted to these tokens themselves"
 
     def _windows(self, count: int) -> Iterator[list[int]]:
-        from fenchel.data import open_text
-
         ids, left = list[int](), self.skipped
-        for document in open_text(self.path).documents():
-            ids += self.subject.encode(document.text, first=not ids)
+        for document in self.subject.documents(self.path):
+            ids += document
             cut = min(left, len(ids))
             ids, left = ids[cut:], left - cut
             while len(ids) >= self.length and count:

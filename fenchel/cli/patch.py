@@ -10,6 +10,7 @@ from fenchel.cli.console import (
     Device,
     Json,
     ModelPath,
+    Switch,
     Whole,
     Words,
     device_and_dtype,
@@ -31,6 +32,7 @@ def run(
     answer: Words | None = None,
     against: Words | None = None,
     sites: str = "q,k,v,stream",
+    chat: Switch = False,
     exact: Whole | None = None,
     out: Path | None = None,
     device: Device = None,
@@ -57,6 +59,8 @@ def run(
     sites
         What is patched: q, k, v (per head), head (its output), attention, mlp (per layer), stream
         (per layer and token).
+    chat
+        The prompts are messages of a user, and the answer is that of the assistant.
     exact
         Sites of each kind that are run; all by default where that is cheap, else 20.
     out
@@ -80,7 +84,7 @@ def run(
         subject = open_model(directory)
         subject.model.to(on)
         tokenizer = subject.tokenizer
-        prompts = [subject.encode(prompt, first=True) for prompt in (clean, corrupt)]
+        prompts = [subject.prompt(prompt, chat=chat) for prompt in (clean, corrupt)]
         tokens = [[token_text(tokenizer, i) for i in ids] for ids in prompts]
         if len(prompts[0]) != len(prompts[1]):
             raise ValueError(
@@ -113,11 +117,14 @@ def run(
     if json:
         print(json_format.dumps(record))
         return 0
+    from fenchel.report.effects_page import patch_finding
+
     right, wrong = (printable(repr(word)) for word in record["words"])
     sentences = [
         f"{subject.name}: the logit of {right} less that of {wrong} is {found.clean:.3f} after the "
         f"clean prompt and {found.base:.3f} after the corrupt one. Share: of that difference, back "
         "with one site of the clean pass. Sites are layer.head; tokens count from 0.",
+        patch_finding(record),
         agreement_sentence(record, _NAMES),
     ]
     show([effects_table(record, "share")], sentences, target)

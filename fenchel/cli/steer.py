@@ -1,6 +1,7 @@
 """fenchel steer: a direction in the stream of a model, and the strength that a budget allows."""
 
 import json as json_format
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from fenchel.steering import Direction
 
 _BYTES = 2**20  # of a file of texts
-_CHARACTERS = 32  # that a token has at most, on average
 
 
 @Parameter(name="*")
@@ -152,9 +152,10 @@ def run(
     out
         File to write, of safetensors.
     toward
-        A file with texts that show what is wanted, one per line.
+        A file with texts that show what is wanted, one per line; of conversations where it ends in
+        .jsonl.
     away
-        A file with texts that show what is not wanted, one per line.
+        A file with texts that show what is not wanted, likewise.
     word
         A word whose logit is raised, instead of --toward; may be given several times.
     against
@@ -171,7 +172,8 @@ def run(
     opposite
         Find the strength against the direction.
     text
-        The text on which the strength is found: a file, a folder, or a built-in text.
+        The text on which the strength is found: a file, which may hold conversations, a folder, or
+        a built-in text.
     max_tokens
         Tokens of the text that are read, and as many after them for a second look.
     """
@@ -190,12 +192,14 @@ def run(
         raise ValueError(f"--max-tokens {max_tokens} should be 2 or more.")
     reads = [directory, loading_as.adapter, toward, away, text_path(text)]
     require_output(out, new=True, reads=reads)
-    require_inputs(directory, text)
+    require_inputs(directory, text, conversations=True)
     with Console(quiet=json, aside=True) as console:
         console.progress("loading torch", 0, 0)
 
         import torch
 
+        from fenchel.checkpoints.tokenizer import encoded_documents
+        from fenchel.data import holds_conversations
         from fenchel.steering import (
             MOST_NATS,
             difference_of_means,
@@ -212,11 +216,11 @@ def run(
             raise ValueError(f"steering is for decoders, and {directory} is of kind {config.kind}.")
         at = max(1, round(2 * config.layers / 3)) if layer is None else layer
         count = min(max_tokens, config.context)
-        first, second = _two_parts(text, tokenizer, count)
+        first, second = _two_parts(encoded_documents(text, tokenizer, directory), text, count)
         values: list[float] | None = None
         console.progress("making the direction", 0, 0)
         if toward is not None and away is not None:
-            sides = [[tokenizer.encode_whole(line) for line in _lines(f)] for f in (toward, away)]
+            sides = [_sequences(file, tokenizer, directory) for file in (toward, away)]
             direction = difference_of_means(model, *sides, layer=at)
         elif between is not None:
             at, draw = between[0], torch.Generator().manual_seed(0)
@@ -247,6 +251,7 @@ def run(
         return 0
     here = found.divergence
     shown = printable(out, 4096)
+    then = "chat" if holds_conversations(text) else "generate"
     console = Console()
     for sentence in (
         f"{direction.about}; strength {found.value:.3g}, found in {found.passes} passes.",
@@ -254,7 +259,7 @@ def run(
         f"tokens of {printable(text)}, by {here.worst:.2g} at most; over the {len(second)} after "
         f"them by {elsewhere.mean:.3g} and {elsewhere.worst:.2g}, where the loss changes by "
         f"{elsewhere.loss:+.3f} nats per token.",
-        f"Saved to {shown}. Try fenchel generate {printable(directory, 4096)} --steer {shown}",
+        f"Saved to {shown}. Try fenchel {then} {printable(directory, 4096)} --steer {shown}",
     ):
         console.message(sentence)
     return 0
@@ -286,25 +291,28 @@ def _number(text: str, flag: str) -> float:
         raise ValueError(f"{printable(flag, 60)} should give a number.") from None
 
 
-def _lines(file: Path) -> list[str]:
-    """The lines of a file that are not empty."""
+def _sequences(file: Path, tokenizer: "TextTokenizer", directory: Path) -> list[list[int]]:
+    """The ids of every line of a file that is not empty, or of its conversations."""
+    from fenchel.checkpoints.tokenizer import encoded_documents
+
     try:
         lines = read_regular(file, _BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text.") from None
     if not (lines := [line.strip() for line in lines if line.strip()]):
         raise ValueError(f"{file} has no text; write one text per line.")
-    return lines
+    if file.suffix == ".jsonl":
+        return list(encoded_documents(str(file), tokenizer, directory))
+    return [tokenizer.encode_whole(line) for line in lines]
 
 
-def _two_parts(text: str, tokenizer: "TextTokenizer", count: int) -> tuple[list[int], list[int]]:
+def _two_parts(
+    documents: Iterable[list[int]], text: str, count: int
+) -> tuple[list[int], list[int]]:
     """The first tokens of a text, and as many after them, or its two halves."""
-    from fenchel.data.text import open_text
-
     ids: list[int] = []
-    for document in open_text(text).documents():
-        left = 2 * count - len(ids)
-        ids += tokenizer.encode_whole(document.text[: _CHARACTERS * left])
+    for document in documents:
+        ids += document
         if len(ids) >= 2 * count:
             break
     count = min(count, len(ids) // 2)

@@ -77,7 +77,7 @@ class RunFlags:
             return launch(self.processes, sys.argv[1:])
         source = mapping["text"].get("source") if isinstance(mapping.get("text"), dict) else None
         if isinstance(source, str) and source:
-            require_inputs(text=source, tuned_on=checkpoint is not None)
+            require_inputs(text=source, conversations=checkpoint is not None, answered=True)
         outlive_output()
         if not (first := os.environ.get("RANK", "0") == "0"):
             warnings.simplefilter("ignore")  # rank 0 prints what all of them notice

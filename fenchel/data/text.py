@@ -31,6 +31,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import islice
 from pathlib import Path
@@ -139,16 +140,19 @@ class Text:
         return self.tally().sha256()
 
 
-def open_text(source: str, *, most: int | None = None, messages: bool = False) -> Text:
+def open_text(
+    source: str, *, most: int | None = None, messages: bool = False, answered: bool = True
+) -> Text:
     """The text that ``source`` names: a built-in one, or a path.
 
     A folder with more than ``most`` files and folders below it is refused before any is read. With
-    ``messages`` every document is a conversation, as a JSON list of messages.
+    ``messages`` every document is a conversation, as a JSON list of messages; one without an answer
+    of the assistant is refused where they are to be ``answered``.
     """
     if source in BUILT_IN:
         return BUILT_IN[source].open()
     path = Path(os.path.expanduser(source)).absolute()  # an unknown user stays as it is
-    read = _read_conversations if messages else _read_file
+    read = partial(_read_conversations, answered=answered) if messages else _read_file
     if path.is_dir():
         return Text(path.name, str(path), _files_below(path, most), read)
     if not path.exists():
@@ -369,7 +373,7 @@ def _read_lines(name: str, path: Path, file: BinaryIO) -> Iterator[Document]:
             yield from _read_pieces(io.BytesIO(text), f"{name}:{number}", where)
 
 
-def _read_conversations(name: str, path: Path) -> Iterator[Document]:
+def _read_conversations(name: str, path: Path, *, answered: bool) -> Iterator[Document]:
     if not _is_json_lines(path):
         raise ValueError(
             f"{path} is no .jsonl file, and other files of the text hold conversations; tune on "
@@ -378,13 +382,13 @@ def _read_conversations(name: str, path: Path) -> Iterator[Document]:
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
             if line.strip():
-                messages = _messages_of_line(line, f"{path} line {number}")
+                messages = _messages_of_line(line, f"{path} line {number}", answered=answered)
                 text = json.dumps(messages, ensure_ascii=False)
                 yield Document(f"{name}:{number}", text)
 
 
-def _messages_of_line(line: bytes, where: str) -> list[dict[str, str]]:
-    """The messages of a line, refused if the assistant says nothing in them."""
+def _messages_of_line(line: bytes, where: str, *, answered: bool) -> list[dict[str, str]]:
+    """The messages of a line, refused if the assistant says nothing where it should."""
     _require_length(line, where)
     try:
         value = json.loads(line.decode("utf-8-sig"))
@@ -402,7 +406,8 @@ def _messages_of_line(line: bytes, where: str) -> list[dict[str, str]]:
         raise ValueError(f"{where} contains a lone surrogate, which UTF-8 cannot hold.") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not any(message["role"] == "assistant" and message["content"] for message in checked):
+    spoken = any(message["role"] == "assistant" and message["content"] for message in checked)
+    if answered and not spoken:
         raise ValueError(f"{where} has no answer of the assistant to learn.")
     return checked
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.attention import Dense, attend
 from fenchel.attention.spec import AttentionCall
@@ -282,6 +282,14 @@ class ChoiceTable:
             chosen_H = _chosen(emphasis, layer, self.heads).to(log_u.device)
             log_u[at, :, 0] = emphasis.bias * chosen_H.unsqueeze(-1) * found_S
         return log_u
+
+    def applied(self, layer: int, call: AttentionCall, position_BS: Tensor) -> AttentionCall:
+        """The call with changed queries and prior, of keys at these positions."""
+        q, k, v, spec = call
+        before = k.shape[2] - position_BS.shape[-1]  # a sink stands before the keys
+        log_u = nn.functional.pad(self.bias(layer, position_BS), (before, 0))
+        prior = Dense(log_u) if spec.prior is None else spec.prior + Dense(log_u)
+        return AttentionCall(self.scaled(layer, q), k, v, replace(spec, prior=prior))
 
     def maps(self, layer: int) -> list[tuple[int, int, Choice]]:
         """Rows, heads and the maps that these heads have instead of the model's; all from 0."""

@@ -273,12 +273,10 @@ class SteeredAttention:
 
     def __call__(self, layer: int, call: AttentionCall) -> Tensor | None:
         """q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
-        (q, k, v, spec), T = call, call.q.shape[2]
-        before = int(isinstance(spec.prior, Sink))  # a sink stands before the keys
-        position_BS = self.cache.positions_of(layer, k.shape[2] - before, T)
-        log_u = nn.functional.pad(self.table.bias(layer, position_BS), (before, 0))
-        prior = Dense(log_u) if spec.prior is None else spec.prior + Dense(log_u)
-        changed = AttentionCall(self.table.scaled(layer, q), k, v, replace(spec, prior=prior))
+        before = int(isinstance(call.spec.prior, Sink))  # a sink stands before the keys
+        keys = call.k.shape[2] - before
+        position_BS = self.cache.positions_of(layer, keys, call.q.shape[2])
+        changed = self.table.applied(layer, call, position_BS)
         if self.inner is not None:
             return self.inner(layer, changed)
         return self.table.attend(layer, changed)

@@ -207,6 +207,7 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> Fo
         tokenizer=tokenizer,
         context=_context(model),
         stored=str(directory.dtype).removeprefix("torch."),
+        folder=directory.path,
         reads_out=reads_out,
         attachment=attachment,
         listener=listener,

@@ -108,6 +108,7 @@ def open_run(path: Path) -> OurModel:
         tokenizer=tokenizer,
         context=config.context,
         stored=stored,
+        folder=path,
         reads_out=True,
     )
 
@@ -123,6 +124,7 @@ def open_known(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> OurM
         tokenizer=tokenizer,
         context=config.context,
         stored=str(directory.dtype).removeprefix("torch."),
+        folder=directory.path,
         reads_out=config.lm_head,
     )
 

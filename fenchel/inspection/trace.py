@@ -12,15 +12,20 @@ T tokens, M width of the stream, H heads, G heads of keys and values, D width pe
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
-from fenchel.checkpoints.tokenizer import describe_beginning
+from fenchel.checkpoints.tokenizer import (
+    conversation_encoder,
+    describe_beginning,
+    encoded_documents,
+)
 from fenchel.data import TextTokenizer, open_text
 from fenchel.files import Notice
 
@@ -119,14 +124,24 @@ class InspectedModel(ABC):
     """The longest sequence it accepts; None where it states none."""
     stored: str
     """The dtype of its weights on disk."""
+    folder: Path | None = None
+    """Where it was read from."""
 
     @abstractmethod
     def trace(self, ids: Tensor) -> ForwardTrace:
         """Run the model once on (1, T) and record every block."""
 
-    def encode(self, text: str, *, first: bool) -> list[int]:
-        """Ids of a text; only the ``first`` text of a sequence gets its control tokens."""
-        return self.tokenizer.encode_whole(text) if first else self.tokenizer.encode(text)
+    def prompt(self, text: str, *, chat: bool = False) -> list[int]:
+        """Ids of a text, or of the message of a user and the beginning of an answer."""
+        if not chat:
+            return self.tokenizer.encode_whole(text)
+        return conversation_encoder(self.tokenizer, self.folder)(
+            [{"role": "user", "content": text}]
+        )
+
+    def documents(self, source: str) -> Iterator[list[int]]:
+        """Ids of the documents of a text, which may be conversations."""
+        return encoded_documents(source, self.tokenizer, self.folder)
 
     def require_known(self, ids: Tensor, known: int) -> None:
         """Refuse ids that the model's table of ``known`` tokens does not have."""
@@ -170,10 +185,9 @@ def tokenize_text(
     limit = max_tokens or DEFAULT_TOKENS
     if model.context is not None:
         limit = min(limit, model.context)
-    text = open_text(source)
     ids: list[int] = []
-    for document in text.documents():
-        ids += model.encode(document.text, first=not ids)
+    for document in model.documents(source):
+        ids += document
         if len(ids) > limit:
             break
     if len(ids) > limit and limit != max_tokens:
@@ -187,7 +201,8 @@ def tokenize_text(
     ids = ids[:limit]
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
-    return TokenizedText(text.name, tuple(ids), tuple(token_text(model.tokenizer, i) for i in ids))
+    name = open_text(source).name
+    return TokenizedText(name, tuple(ids), tuple(token_text(model.tokenizer, i) for i in ids))
 
 
 def token_text(tokenizer: TextTokenizer, token: int) -> str:

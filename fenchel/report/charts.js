@@ -98,7 +98,7 @@ const frame = (width, height, attributes) => node("svg", { viewBox: `0 0 ${width
 function colours() {
 	const style = getComputedStyle(document.documentElement), read = (name) => style.getPropertyValue(name).trim();
 	const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
-	return { ink: read("--ink"), muted: read("--muted"), accent: read("--accent"), alert: read("--alert"), ramp: read("--ramp").split(",").map(rgb) };
+	return { ink: read("--ink"), muted: read("--muted"), accent: read("--accent"), alert: read("--alert"), ramp: read("--ramp").split(",").map(rgb), signs: ["--s1", "--card", "--s0"].map(read).map(rgb) };
 }
 
 function shade(ramp, t) {
@@ -119,7 +119,7 @@ function context(canvas, width, height) {
 	return pen;
 }
 
-const rampBar = (low, high) => node("p", { class: "ramp" }, ...(low === high ? [low, " everywhere"] : [low, node("i"), high]));
+const rampBar = (low, high, signs) => node("p", { class: "ramp" }, ...(low === high ? [low, " everywhere"] : [low, node("i", signs ? { class: "signs" } : {}), high]));
 
 export function bars(host, data) {
 	const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);

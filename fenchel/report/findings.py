@@ -10,10 +10,12 @@ that the sentences mention.
 """
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from fenchel.inspection_result import Head, Inspection
+from fenchel.files import printable
+from fenchel.inspection_result import Head, Inspection, ScoreParts
 from fenchel.report.html import format_bound, pluralise
 from fenchel.report.measures import format_value
 
@@ -26,8 +28,34 @@ _NAMES = {"query": "queries", "key": "keys", "mixing": "values"}
 
 
 def findings(result: Inspection) -> list[str]:
-    """The three sentences."""
-    return [_reading(result), _sensitivity(result), _outstanding(result)]
+    """The three sentences; before them the answer where one score was taken apart."""
+    asked = [] if result.why is None else [why_finding(result.why, result.tokens)]
+    return [*asked, _reading(result), _sensitivity(result), _outstanding(result)]
+
+
+def why_finding(why: ScoreParts, tokens: Sequence[str]) -> str:
+    """By which parts of the two streams a key stands out for a query."""
+    names = [token_name(tokens[at]) for at in (why.query, why.key)]
+    found = (
+        f"Head {why.layer}.{why.head} attends from {names[0]} ({why.query}) to {names[1]} "
+        f"({why.key}) with weight {why.weight:.2f}"
+    )
+    if why.contrast <= 0:
+        return f"{found}: its score is not above the mean score of the query."
+    sides = []
+    for side, values in (("key", why.by_key), ("query", why.by_query)):
+        value, part = max(zip(values, why.parts, strict=True))
+        name = part.replace("mlp", "MLP")
+        sides.append(f"of the {side}'s stream mostly by its {name} ({value / why.contrast:.0%})")
+    return f"{found}: its score is {why.contrast:.2f} above the mean, {' and '.join(sides)}."
+
+
+def token_name(text: str) -> str:
+    """
+    >>> token_name(" the"), token_name("\\n")
+    ('“the”', '“↵”')
+    """
+    return f"“{printable(text.strip() or text.replace(chr(10), '↵'), 40)}”"
 
 
 def next_command(

@@ -8,7 +8,8 @@
 //
 // Colours are linear in the value, or in its logarithm or square root with bend "log" or "root"; with
 // "own" every row has its own scale. A scale spans a quarter of its largest value at least, so that
-// differences of a few per cent stay pale.
+// differences of a few per cent stay pale. Where a value is negative, 0 is the middle of the scale and
+// the two signs have colours of their own.
 
 const WIDEST = 120; // pixels of a cell, so that two heads do not fill the page
 const NUMBER = 44; // pixels that hold a number of three digits
@@ -29,9 +30,10 @@ function heat(host, data) {
 		const finite = values.filter((value) => value !== null);
 		if (!finite.length) return [0, 0];
 		const low = finite.reduce((a, b) => Math.min(a, b)), high = finite.reduce((a, b) => Math.max(a, b));
-		const margin = Math.max((Math.max(Math.abs(low), Math.abs(high)) / 4 - (high - low)) / 2, 0);
-		if (low === high || !margin) return [low >= 0 && low < high / 20 && measures[shown].bend !== "log" ? 0 : low, high]; // shares begin at 0
-		return [low < 0 ? low - margin : Math.max(low - margin, 0), high + margin];
+		if (low < 0) return [Math.min(low, -high), Math.max(high, -low)];
+		const margin = Math.max((high / 4 - (high - low)) / 2, 0);
+		if (low === high || !margin) return [low < high / 20 && measures[shown].bend !== "log" ? 0 : low, high]; // shares begin at 0
+		return [Math.max(low - margin, 0), high + margin];
 	};
 
 	function draw() {
@@ -45,7 +47,7 @@ function heat(host, data) {
 		values.forEach((line, i) => {
 			const [low, high] = own ? ends(line) : whole, tone = scale(curve(low), curve(high), 0, 1, positive);
 			line.forEach((value, j) => {
-				const colour = shade(paint.ramp, value === null || low === high ? 0.5 : tone(curve(value)));
+				const colour = shade(low < 0 ? paint.signs : paint.ramp, value === null || low === high ? 0.5 : tone(curve(value)));
 				pen.fillStyle = value === null ? paint.alert : css(colour);
 				pen.fillRect(left + j * cell, i * row, cell + (cell > 6 ? -1 : 0.5), row - (row > 10 ? 1 : 0));
 				if (value === null || cell < NUMBER || row < LINE) return;
@@ -79,7 +81,7 @@ function heat(host, data) {
 		about.textContent = text;
 		about.hidden = !text;
 		readout.textContent = `${[down, rows[at[1]]].join(" ").trim()}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
-		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, `every row on its own scale${positive ? ", logarithmic" : ""}`) : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
+		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, `every row on its own scale${positive ? ", logarithmic" : ""}`) : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : ""), whole[0] < 0));
 	}
 	function move(j, i) {
 		at = [clamp(j, 0, columns.length - 1), clamp(i, 0, rows.length - 1)];

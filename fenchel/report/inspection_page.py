@@ -11,7 +11,7 @@ from dataclasses import asdict
 from fenchel.inspection_result import Inspection, ScoreParts
 from fenchel.report.attention_map import inspected_maps
 from fenchel.report.certificates import certificates
-from fenchel.report.findings import findings
+from fenchel.report.findings import findings, token_name
 from fenchel.report.html import (
     Html,
     Section,
@@ -104,9 +104,9 @@ def _summary(result: Inspection) -> Section:
 
 def _why(why: ScoreParts, tokens: Sequence[str]) -> Section:
     """Why a head gave a key its score: the parts of both streams, and every pair of them."""
-    query, key = (shorten(clean(tokens[at]), 40) for at in (why.query, why.key))
+    query, key = (clean(token_name(tokens[at])) for at in (why.query, why.key))
     about = (
-        f"Layer {why.layer}, head {why.head}, query {why.query} “{query}”, key {why.key} “{key}”: "
+        f"Layer {why.layer}, head {why.head}, query {why.query} {query}, key {why.key} {key}: "
         f"weight {format_value(why.weight)}, score {format_value(why.score)} against a mean of "
         f"{format_value(why.mean)} under the weights of that query. No choice depends on a shift "
         f"of all scores, so the difference, {format_value(why.contrast)}, is what is explained: as "

@@ -1,11 +1,11 @@
 // The view of a lens: a grid of layers and tokens with the most likely next word in every cell, and the law of one.
 //
-//   laws(host, {tokens: [text], words: {id: text}, lenses: [{name, about, layers, top: [[[id]]], p: [[[number]]], kl: [[number]], rank: [[number]]}], start: [token, layer]})
+//   laws(host, {tokens: [text], words: {id: text}, lenses: [{name, about, layers, top: [[[id]]], p: [[[number]]], kl: [[number]], rank: [[number]]}], shown: number of the lens, start: [token, layer]})
 //
 // Cells are shaded by the probability of their word; those with the model's own word are framed. Uses charts.js and
 // attention_map.js.
 
-function laws(host, { tokens, words, lenses, start }) {
+function laws(host, { tokens, words, lenses, shown, start }) {
 	const choices = lenses.map((lens) => radio({ class: "heat-choice" }, lens.name)), bar = box("heat-choices", ...choices), about = node("p", { class: "heat-about" });
 	const table = node("table", { ...operable(host), class: "lens" }), law = box("lens-law"), scroller = box("scroll", table);
 	host.replaceChildren(...(lenses.length > 1 ? [bar] : []), about, scroller, box("under", rampBar("0", "1, square-root scale")), law);
@@ -13,7 +13,7 @@ function laws(host, { tokens, words, lenses, start }) {
 	const heads = tokens.map((token) => node("th", { scope: "col" }, visible(token)));
 	const rows = lenses[0].layers.map((layer, i) => node("tr", {}, node("th", { scope: "row" }, layer), ...cells[i]));
 	table.append(node("thead", {}, node("tr", {}, node("th", { scope: "col" }, "layer"), ...heads)), node("tbody", {}, ...rows));
-	let shown = lenses.length - 1, at = start;
+	let at = start;
 	const reveal = () => {
 		const cell = cells[at[1]][at[0]], left = cell.offsetLeft, most = scroller.clientWidth - cell.offsetWidth - 8, least = rows[0].firstChild.offsetWidth;
 		scroller.scrollLeft = clamp(scroller.scrollLeft, left - most, left - least); // the page itself stays where it is

@@ -4,6 +4,7 @@ record (plain values of the command) -> sections -> one document
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from fenchel.report.html import (
@@ -28,6 +29,11 @@ from fenchel.report.inspection_blocks import span_edges, span_titles, span_token
 
 _TOKENS = 128  # columns of the grid
 _WORD = 24  # characters of a word in the grid
+_IN_WORDS = {
+    "logit": "the logit lens",
+    "jacobian without offset": "J x without offset",
+    "jacobian": "the Jacobian lens with its offset",
+}
 _NAMES = {
     "logit": ("Logit lens", "The stream as it is, through the last norm and the LM head."),
     "jacobian without offset": (
@@ -48,9 +54,9 @@ def render(record: Mapping[str, Any]) -> str:
     subject = record["subject"]
     name = shorten(clean(str(subject["name"])), 200)
     sentence = (
-        f"What each of {pluralise(len(record['lenses'][-1]['layers']), 'layer')} predicts next, "
-        f"on the first {pluralise(len(record['tokens']), 'token')} of "
-        f"{shorten(clean(record['text']), 80)}."
+        f"What the model would say if it ended after each of its "
+        f"{pluralise(len(record['lenses'][-1]['layers']), 'layer')}, on the first "
+        f"{pluralise(len(record['tokens']), 'token')} of {shorten(clean(record['text']), 80)}."
     )
     return document(
         title=f"{name} through a lens · fenchel",
@@ -61,7 +67,7 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _summary(record: Mapping[str, Any]) -> Section:
-    best = record["lenses"][-1]
+    best = nearest(record)
     rows, first = best["agreement"], best["first"][1:]
     half = next((row for row in rows if row["top"] >= 0.5), rows[-1])
     last = rows[-2] if len(rows) > 1 else rows[-1]
@@ -69,9 +75,9 @@ def _summary(record: Mapping[str, Any]) -> Section:
     early = sum(n < layers[-1] for n in first) / max(len(first), 1)
     cards = [
         (
-            "Half of the answers are on top",
+            "Half of the words are final",
             f"layer {half['layer']}",
-            f"{half['top']:.0%} of the tokens, {_NAMES[best['kind']][0].lower()}",
+            f"{half['top']:.0%} of the tokens, {_NAMES[best['kind']][0]}",
         ),
         (
             "Settled before the last layer",
@@ -84,14 +90,51 @@ def _summary(record: Mapping[str, Any]) -> Section:
             f"nats per token; {format_number(rows[-1]['loss'], 3)} by the model itself",
         ),
     ]
-    body = [number_cards(cards), element("p", record["did"], class_="note")]
+    body = [
+        element("p", finding(record), class_="lead"),
+        number_cards(cards),
+        element("p", record["did"], class_="note"),
+    ]
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
+
+
+def nearest(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The lens with the smallest divergence in the mean over layers, of those that are shown."""
+    return min(_shown(record), key=lambda one: sum(row["kl"] for row in one["agreement"]))
+
+
+def _shown(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The lenses with the layers of the fitted one, which may lack some."""
+    layers = record["lenses"][-1]["layers"]
+    return [one for one in record["lenses"] if one["layers"] == layers]
+
+
+def finding(record: Mapping[str, Any]) -> str:
+    """What a lens shows, in a sentence or two."""
+    best = nearest(record)
+    rows = best["agreement"]
+    if len(rows) < 2:
+        return "The model has one layer, whose word is its own."
+    steps = [after["top"] - before["top"] for before, after in pairwise(rows)]
+    step = max(range(len(steps)), key=steps.__getitem__)
+    half = next(row for row in rows if row["top"] >= 0.5)
+    found = (
+        f"After layer {rows[0]['layer']} of {rows[-1]['layer']} the likeliest next word is the "
+        f"final one for {rows[0]['top']:.0%} of the tokens"
+    )
+    if half is not rows[0]:
+        found += f", after layer {half['layer']} for {half['top']:.0%}"
+    found += (
+        f". The largest step from there is layer {rows[step + 1]['layer']} ({steps[step]:+.0%}). "
+        f"Read by the lens that is nearest to the model here, {_IN_WORDS[best['kind']]}."
+    )
+    return found
 
 
 def _laws(record: Mapping[str, Any]) -> Section:
     tokens = [clean(token) for token in record["tokens"][:_TOKENS]]
     words = {key: shorten(clean(word), _WORD) for key, word in record["words"].items()}
-    count, last = len(tokens), record["lenses"][-1]
+    count, best = len(tokens), nearest(record)
     lenses = [
         {
             "name": _NAMES[one["kind"]][0],
@@ -102,15 +145,15 @@ def _laws(record: Mapping[str, Any]) -> Section:
             "kl": [json_numbers(row[:count]) for row in one["kl"]],
             "rank": [row[:count] for row in one["rank"]],
         }
-        for one in record["lenses"]
-        if one["layers"] == last["layers"]
+        for one in _shown(record)
     ]
-    place = max(range(1, count), key=lambda t: last["kl"][0][t]) if count > 1 else 0
+    place = max(range(1, count), key=lambda t: best["kl"][0][t]) if count > 1 else 0
     data = {
         "view": "laws",
         "tokens": tokens,
         "words": words,
         "lenses": lenses,
+        "shown": _shown(record).index(best),
         "start": [place, 0],
     }
     caption = (
@@ -118,10 +161,10 @@ def _laws(record: Mapping[str, Any]) -> Section:
         "shaded by its probability. The last row is the model itself, and cells that already have "
         "its word are framed. Choose a cell, or move with the arrow keys, to see its law."
     )
-    rows = [(f"{t} {tokens[t]}", *(words[row[t][0]] for row in last["top"])) for t in range(count)]
-    head = ("token", *(f"layer {n}" for n in last["layers"]))
+    rows = [(f"{t} {tokens[t]}", *(words[row[t][0]] for row in best["top"])) for t in range(count)]
+    head = ("token", *(f"layer {n}" for n in best["layers"]))
     numbers = table(
-        head, rows, caption=f"The most likely next word, {_NAMES[last['kind']][0]}", numeric=False
+        head, rows, caption=f"The most likely next word, {_NAMES[best['kind']][0]}", numeric=False
     )
     figure = picture("laws", "What each layer predicts", caption, numbers, width="whole")
     return Section(anchor="laws", title="Words", body=figure, pictures={"laws": data})
@@ -141,8 +184,7 @@ def _agreement(record: Mapping[str, Any]) -> Section:
                 "KL(model || layer) in nats.",
                 bend="root",
             )
-            for one in reversed(lenses)
-            if one["layers"] == layers
+            for one in sorted(_shown(record), key=lambda one: one is not nearest(record))
         ],
         across="token",
         titles=span_titles(tokens, edges),

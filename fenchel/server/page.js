@@ -365,7 +365,7 @@ function inspect(at) {
 	host.dataset.shown = shown;
 	const focused = host.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
 	if (at === null) {
-		host.replaceChildren(node("p", { class: "note" }, "Point at a token, or tap it, to see what it read, how sure the model was and what else it could have written."));
+		host.replaceChildren(node("p", { class: "note" }, "Point at a token, or tap it, to see what it read, how sure the model was and what else it could have written. A click keeps it here" + (facts.lens ? ", with what each layer would have written." : ".")));
 		return;
 	}
 	const token = state.tokens[at], { trace } = token, parts = [];

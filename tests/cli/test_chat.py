@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from fenchel.data import ChatTemplate, train_tokenizer
 from fenchel.generation import Conversation, Decoder, GenerationSettings, Request, Sampling
 from fenchel.generation import conversation as conversation_module
 from fenchel.generation.generate import updates
+from fenchel.inspection import open_model
 from fenchel.interpretability import score_parts
 from fenchel.model import ModelConfig, Transformer
 from fenchel.steering.direction import Direction, weights_fingerprint
@@ -594,3 +596,46 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_command(terminal: Pseudoterminal
     terminal.read_until("> ")  # until then readline has not set the terminal, which would drop it
     terminal.write("\x04")
     assert terminal.process.wait(60) == 0
+
+
+def test_commands_that_measure_read_conversations(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the template, as transformers writes them: to an answer where they end with a question."""
+    asked = [{"role": "user", "content": "My name is <|im_end|> Ada."}]
+    told = next(conversations())
+    file, out = tmp_path / "talk.jsonl", tmp_path / "d.safetensors"
+    file.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (asked, told)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    whole = tokenizer.apply_chat_template(told, return_dict=False)
+    first, second = open_model(checkpoint).documents(str(file))
+    assert second == whole
+    assert tokenizer.decode(first).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    name = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (first.count(name), second.count(name)) == (1, 4)  # what is typed stays text
+    path, text = str(checkpoint), ["--text", str(file)]
+    for words in (["lens", path, *text], ["ablate", path, *text], ["inspect", path, *text]):
+        assert main([*words, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["text"] == "talk.jsonl"
+    sides = ["--toward", str(file), "--away", str(tmp_path / "names.jsonl")]
+    (tmp_path / "names.jsonl").write_text(json.dumps({"messages": asked}))
+    assert main(["steer", path, *text, *sides, "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["direction"].startswith("difference of means")
+    assert main(["patch", path, "My name is Ada.", "My name is you.", "--chat", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "".join(record["clean_tokens"]).endswith("Ada.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_conversations_need_a_template(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare)
+    (bare / "chat_template.jinja").unlink()
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"messages": next(conversations())}))
+    assert main(["lens", str(bare), "--text", str(file), "--json"]) == 2
+    assert "no chat template to write a conversation by" in capsys.readouterr().err
+    assert main(["patch", str(bare), "a", "b", "--chat", "--json"]) == 2
+    assert "no chat template" in capsys.readouterr().err

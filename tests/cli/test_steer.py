@@ -1,6 +1,7 @@
 """fenchel steer, and --steer in the commands that decode or evaluate."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,22 @@ def test_heads_choose_otherwise_within_a_budget(
     assert logprobs("--head-choice", "all=softmax") == pytest.approx(plain, abs=1e-5)
     limited = logprobs("--head-beta", "all=0", "--token-kl", "1e-9")
     assert limited == pytest.approx(plain, abs=1e-3)
+
+
+def test_an_emphasis_is_found_for_a_divergence(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(run_directory), "--prompt", "the people", "--max-new-tokens", "4"]
+    emphasised = [*words, "--emphasise", "people", "--temperature", "0", "--json"]
+    assert main([*emphasised, "--emphasis-kl", "1e-5"]) == 0
+    said = capsys.readouterr()
+    found = re.search(r"An emphasis of (\S+) moves the laws of \d+ tokens by (\S+) nats", said.err)
+    assert found is not None
+    assert float(found[2]) == pytest.approx(1e-5, rel=0.03)
+    assert main([*emphasised, "--emphasis", found[1]]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == json.loads(said.out)["text"]
+    for wrong in (words, [*emphasised, "--emphasis", "1"]):
+        assert main([*wrong, "--emphasis-kl", "0.1"]) == 2
+        assert "belongs to --emphasise WORDS" in capsys.readouterr().err
+    assert main([*emphasised, "--emphasis-kl", "2"]) == 2
+    assert "a budget of 2 nats" in capsys.readouterr().err

@@ -114,13 +114,13 @@ def test_the_gain_of_a_norm_is_what_it_multiplies_by(save: Save, ids: Tensor) ->
 def test_a_text_is_framed_by_the_template_of_its_tokenizer(save: Save) -> None:
     subject = open_model(save("gpt2"))
     end = subject.tokenizer.end_id
-    bare = subject.encode("peace", first=False)
+    bare = subject.tokenizer.encode("peace")
     framed = Tokenizer.from_str(subject.tokenizer.to_str())
     framed.post_processor = TemplateProcessing(
         single="<|end|> $A <|end|>", special_tokens=[("<|end|>", end)]
     )
     subject = replace(subject, tokenizer=TextTokenizer(framed))
-    assert subject.encode("peace", first=True) == [end, *bare, end]
+    assert subject.prompt("peace") == [end, *bare, end]
 
 
 MAPS: dict[str, dict[str, Any]] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fenchel.inspection_result import Head, Inspection, Interval, Quantiles
-from fenchel.report.findings import findings, next_command
+from fenchel.inspection_result import Head, Inspection, Interval, Quantiles, ScoreParts
+from fenchel.report.findings import findings, next_command, why_finding
 
 
 def spread(value: float) -> Quantiles:
@@ -84,3 +84,30 @@ def test_the_next_command_can_be_typed() -> None:
     assert found == "fenchel inspect 'my run' --text 'a b/my text.txt' --why 4.2"
     found = next_command(inspected, Path("my run"), "sotu", 12)
     assert found == "fenchel inspect 'my run' --text sotu --max-tokens 12 --why 4.2"
+
+
+def test_a_score_that_was_taken_apart_is_explained_first() -> None:
+    why = ScoreParts(
+        layer=2,
+        head=1,
+        query=4,
+        key=2,
+        weight=0.9,
+        score=6.0,
+        mean=4.0,
+        parts=["embedding", "attention 1", "mlp 1"],
+        pairs=[[0.1, 0.0, 1.5], [0.0, 0.0, 0.5], [0.0, 0.0, -0.1]],
+        remainder=0.0,
+        prior=None,
+        softcap=None,
+    )
+    tokens = ["<s>", "The", " Secretary", " of", " the"]
+    said = why_finding(why, tokens)
+    assert said == (
+        "Head 2.1 attends from “the” (4) to “Secretary” (2) with weight 0.90: its score is 2.00 "
+        "above the mean, of the key's stream mostly by its MLP 1 (95%) and of the query's stream "
+        "mostly by its embedding (80%)."
+    )
+    assert findings(replace(result(head(1, 1)), why=why, tokens=tokens))[0] == said
+    low = replace(why, score=3.0)
+    assert why_finding(low, tokens).endswith("its score is not above the mean score of the query.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fenchel.report.lens_page import render
+from fenchel.report.lens_page import finding, render
 from tests.browser import DESKTOP, PHONE, Browser, needs_browser
 
 TOKENS = ["<s>", "a", "</script><b>", " of"]
@@ -100,5 +100,31 @@ def test_a_cell_shows_its_law(tmp_path: Path) -> None:
             browser.expect(cells, ["agrees", "", "", "agrees", "chosen", "", "", ""])
             browser.run("document.querySelectorAll('.heat-choice')[0].click()")
             browser.expect(checked, "Logit lens")
+    finally:
+        browser.driver.quit()
+
+
+def test_the_lens_that_is_nearest_is_the_one_that_is_summed_up() -> None:
+    told = record()
+    assert finding(told) == (
+        "After layer 1 of 2 the likeliest next word is the final one for 50% of the tokens. The "
+        "largest step from there is layer 2 (+50%). Read by the lens that is nearest to the model "
+        "here, the logit lens."
+    )
+    told["lenses"][2]["agreement"][0] |= {"kl": 1.0, "top": 0.25}
+    assert "25% of the tokens, after layer 2 for 100%" in finding(told)
+    assert finding(told).endswith("the Jacobian lens with its offset.")
+    assert finding(told) in render(told)
+
+
+@needs_browser
+def test_the_grid_and_the_map_begin_with_the_lens_that_is_summed_up(tmp_path: Path) -> None:
+    told, page, browser = record(), tmp_path / "lens.html", Browser()
+    told["lenses"][1]["agreement"][0]["kl"] = 0.5
+    page.write_text(render(told))
+    checked = "return [...document.querySelectorAll('[aria-checked=true]')].map(c => c.textContent)"
+    try:
+        browser.open(page, width=DESKTOP)
+        browser.expect(lambda: list(browser.run(checked)), ["J x", "J x"])
     finally:
         browser.driver.quit()

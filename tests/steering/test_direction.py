@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import fenchel
-from fenchel.generation import GenerationSettings, Sampling, Scheduler, generate
+from fenchel.generation import GenerationSettings, Sampling, Scheduler, Steering, generate
 from fenchel.generation.cpu_step import why_not_packed
 from fenchel.model import ModelConfig, Transformer
 from fenchel.steering import (
@@ -136,7 +136,7 @@ def test_a_block_whose_last_bias_is_not_the_stream_is_refused(
     with after_block(model, 1) as stream, torch.no_grad():
         stream.add = direction.vectors[1]
         wanted = model(IDS)[0].log_softmax(-1)
-    torch.testing.assert_close(log_laws(model, ids, direction), wanted)
+    torch.testing.assert_close(log_laws(model, ids, Steering(direction.scaled)), wanted)
     assert divergence(model, direction, ids).mean > 0
 
 

@@ -1,5 +1,6 @@
 """fenchel/steering/strength.py: the divergence of a direction, and the strength of a budget."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
+from fenchel.attention import AttentionCall
+from fenchel.generation import Emphasis, HeadChoice, Steering
 from fenchel.model import ModelConfig, Transformer
 from fenchel.steering import Direction, divergence, find_strength
 
@@ -95,3 +98,48 @@ def test_a_direction_without_effect_and_a_text_of_one_token_get_a_sentence() -> 
         find_strength(model, drawn(1)[0], ids, 0.1)
     with pytest.raises(ValueError, match="two tokens"):
         find_strength(model, drawn(1)[0], ids[:1], 0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, GPT2, {"kv_heads": 1}], ids=["llama", "gpt2", "mqa"])
+def test_the_divergence_of_heads_that_choose_otherwise_is_that_of_their_scores(
+    settings: dict[str, Any],
+) -> None:
+    """Against a forward pass with the bias and the factor written into the scores."""
+    model, (_, ids) = build(3, initial="xavier", **settings), drawn(4)
+    emphasis = Emphasis(frozenset({2, 7}), bias=1.5, layers=frozenset({2}))
+    heads = {(3, 1): HeadChoice(beta=0.25)}
+
+    def override(layer: int, call: AttentionCall) -> Tensor | None:
+        q, k, v = call.q, *(x.repeat_interleave(3 // x.shape[1], 1) for x in (call.k, call.v))
+        z = q @ k.mT * (call.spec.scale or q.shape[-1] ** -0.5)
+        if layer == 1:
+            z[..., [2, 7]] += 1.5
+        if layer == 2:
+            z[:, 0] *= 0.25
+        return (z + torch.full(z.shape[-2:], -torch.inf).triu(1)).softmax(-1) @ v
+
+    x = torch.tensor([ids])
+    plain, steered = (
+        model(x, attention_override=how)[0].double().log_softmax(-1) for how in (None, override)
+    )
+    kl = kl_div(plain, steered, reduction="none", log_target=True).sum(-1)
+    assert float(kl.mean()) > 1e-4
+    steering = Steering(emphasis=emphasis, heads=heads)
+    assert divergence(model, steering, ids).mean == pytest.approx(float(kl.mean()), rel=1e-3)
+    late = divergence(model, steering, ids, start=30)
+    assert late.mean == pytest.approx(float(kl[30:].mean()), rel=1e-3)
+    loss = (plain - steered)[30:-1].gather(1, x[0, 31:, None]).mean()
+    assert late.loss == pytest.approx(float(loss), abs=1e-4)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_the_bias_of_an_emphasis_keeps_its_budget(negative: bool) -> None:
+    model, (_, ids) = build(1, initial="xavier"), drawn(2)
+    emphasis = Emphasis(frozenset({3, 4, 5}))
+    found = find_strength(model, emphasis, ids, 0.02, negative=negative, start=10)
+    assert (found.value < 0) == negative
+    steering = Steering(emphasis=replace(emphasis, bias=found.value))
+    assert divergence(model, steering, ids, start=10).mean == pytest.approx(0.02, rel=0.02)
+    with pytest.raises(ValueError, match="no strength up to"):  # keys that no law depends on
+        find_strength(model, replace(emphasis, tokens=frozenset({99})), ids, 0.1)
