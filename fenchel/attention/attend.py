@@ -168,18 +168,19 @@ def attend(
             if B == B_k == B_v and G == G_v > 0 == H % G and S_v == S and D == D_k > 0:
                 causal = causal_flag(prior, T, S)
             if causal is not None and scale != 0.0 and 0.0 <= dropout < 1.0:
+                factor = scale
                 if of_choice != 1.0:
-                    scale = of_choice * (D**-0.5 if scale is None else scale)
+                    factor = of_choice * (D**-0.5 if scale is None else scale)
                 try:
                     if sink is None:
-                        return fused(q, k, v, dropout, causal=causal, scale=scale)
+                        return fused(q, k, v, dropout, causal=causal, scale=factor)
                     inner = prior if isinstance(prior, Causal) else None
                     if q.dtype == k.dtype == v.dtype and fuses_sink(
                         inner, q.device.type, q.dtype, (T, S, D, v.shape[3]), dropout
                     ):
                         outside = Sink(sink, inner, outside=True)
                         outside.check(B, H, T, S + 1)
-                        return fused_sink(q, k, v, outside, D**-0.5 if scale is None else scale)
+                        return fused_sink(q, k, v, outside, D**-0.5 if factor is None else factor)
                 except RuntimeError:
                     check(q, k, v, dropout)  # raises our message if the dtypes differ
                     raise

@@ -236,7 +236,7 @@ class Sink(Prior):
         t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
         places = zip((at.b, at.h, t), x.shape, strict=True)
         sink = x[tuple(i if size > 1 else torch.zeros_like(i) for i, size in places)]
-        return torch.where(at.j == 0, sink, 0.0 if bias is None else bias.to(sink.dtype))
+        return torch.where(at.j == 0, sink, 0.0 if bias is None else bias)
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the sink to the end of the range of the prior."""

@@ -361,9 +361,10 @@ class CpuForward:
         """
         o, scale = torch.empty_like(q), self.config.score_scale
         R, lookback = cache.layers[layer].slots, cache.layers[layer].lookback
+        seen_only = cache.key_positions(layer) is None  # the keys of a window are its own then
         for b, n in enumerate(cache.starts):
-            row, S, mask = slice(b, b + 1), min(n + 1, R), None
-            if lookback is not None and n > lookback and lookback + 1 < R:
+            row, S, mask = slice(b, b + 1), min(n + 1, R, keys.shape[2]), None
+            if lookback is not None and n > lookback and lookback + 1 < R and not seen_only:
                 token_S = n - (n - torch.arange(S)) % R
                 mask = torch.zeros(1, S, dtype=q.dtype)
                 mask = mask.masked_fill_(token_S < n - lookback, -torch.inf)

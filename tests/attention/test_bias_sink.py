@@ -55,6 +55,26 @@ def test_it_is_one_more_column_that_is_thrown_away(
     torch.testing.assert_close(*slopes, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("width", [5, 3])
+def test_the_temperature_of_the_map_counts_once(
+    width: int, qkv: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    q, k, v = qkv
+    v, choice = v[..., :width], Softmax(beta=0.5)
+    ours, exact = (attend(q, k, v, choice=choice, sink=0.7, backend=b) for b in ("auto", "sdpa"))
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(ours, attend(q, k, v, scale=0.5 / 5**0.5, sink=0.7))
+
+
+def test_a_narrow_score_does_not_round_the_other_biases(
+    qkv: tuple[Tensor, Tensor, Tensor], draw
+) -> None:
+    q, k, v = qkv
+    prior, r = Dense(draw(4, 7)), torch.tensor(0.5, dtype=torch.bfloat16)
+    narrow, wide = (attend(q, k, v, prior=prior, sink=x, backend="reference") for x in (r, r.to(q)))
+    torch.testing.assert_close(narrow, wide, atol=0.0, rtol=0.0)
+
+
 def test_under_softmax_it_shrinks_the_outputs(qkv: tuple[Tensor, Tensor, Tensor], draw) -> None:
     q, k, v = qkv
     r = draw(6)

@@ -196,6 +196,26 @@ def test_every_row_has_the_logits_of_a_model_steered_by_hooks(
                 ids.append(token)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_attends_in_its_window_with_heads_of_its_own(
+    kind: str, decoder_of: Callable[[str, dict[str, Any]], Decoder]
+) -> None:
+    decoder = decoder_of(kind, {"windows": (3, 0)})
+    emphasis = Emphasis(frozenset({2, 7}), 2.0, heads=frozenset({1, 3}))
+    steering = Steering(emphasis=emphasis, heads={(1, 2): HeadChoice(1.5, Sparsemax())})
+    ids = [*PROMPTS[0]]
+    with torch.inference_mode():
+        row = decoder.take(ids, steering=steering)
+        decoder.read([row], [ids[:-1]])
+        row.token, row.end = ids[-1], decoder.context
+        decoder.arrived()
+        for token in NEW:
+            wanted = hooked(decoder.model, steering, ids)
+            torch.testing.assert_close(decoder.step()[row.index], wanted, atol=2e-3, rtol=2e-3)
+            row.token = token
+            ids.append(token)
+
+
 @pytest.mark.parametrize("shape", [{}, {"norm_place": "both"}, {"experts": 2}], ids=str)
 def test_generate_takes_it_for_any_kind_of_block(shape: dict[str, Any], lively: Build) -> None:
     model, steering = lively(**shape), Steering(vectors(32, 1))
