@@ -40,6 +40,8 @@ _ORIGINS = frozenset(
     """.split()
 )
 """Keys by which transformers looks for code, kernels or files, at any depth of a config.json."""
+_TAGGED = ("Infinity", "-Infinity", "NaN")
+"""Numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
 _SPARE = 2**24  # numbers that a model may have besides those of its files: tables, masks
 
 
@@ -61,7 +63,7 @@ def load_transformers_model(
         )
     require_no_file_names(directory)
     with quiet(), one_sentence(f"build this {printable(model_type)!r} model"):
-        settings = _without_origins(directory.config)
+        settings = _settings(directory.config)
         config = transformers.CONFIG_MAPPING[model_type].from_dict(settings)
         named = _named_class(transformers, directory)
         if named is None and not bare_otherwise:
@@ -88,11 +90,13 @@ def load_transformers_model(
     return loaded
 
 
-def _without_origins(value: Any) -> Any:
-    """The settings without the keys of ``_ORIGINS``, nested ones included."""
+def _settings(value: Any) -> Any:
+    """The settings without the keys of ``_ORIGINS``, nested ones included, and with all numbers."""
     if isinstance(value, dict):
-        return {k: _without_origins(v) for k, v in value.items() if k not in _ORIGINS}
-    return [_without_origins(one) for one in value] if isinstance(value, list) else value
+        if value.keys() == {"__float__"} and value["__float__"] in _TAGGED:
+            return float(value["__float__"])
+        return {k: _settings(v) for k, v in value.items() if k not in _ORIGINS}
+    return [_settings(one) for one in value] if isinstance(value, list) else value
 
 
 @contextmanager

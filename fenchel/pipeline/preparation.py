@@ -231,11 +231,15 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     host, as inputs and as targets.
     """
     c, train = config.model, config.train
-    least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
-    least = c.layers if c.has_delta else least  # whose layers are of two sizes
+    # Layers of one size are counted by two small models: there may be absurdly many.
+    two_sizes = c.has_delta or c.dense_layers or c.shared_kv_layers
+    two_sizes = bool(two_sizes or c.full_head_size or c.full_kv_heads)
+    # a pattern is no longer than its layers
+    least = max(1, len(c.windows), len(c.layer_choices), len(c.rotary_layers))
+    least = c.layers if two_sizes else least
     one, two = (
         sum(p.numel() for p in meta_model(replace(c, layers=n, distinct_layers=None)).parameters())
-        for n in (least, least + (not c.has_delta))
+        for n in (least, least + (not two_sizes))
     )
     parameters = one + (c.block_count - least) * (two - one)
     parts = (train.accumulate or train.batch) if world.size == 1 else 1

@@ -24,6 +24,15 @@ SIZES = {
     "biogpt": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48},
     "gpt_neo": {"vocab_size": 300, "hidden_size": 32, "attention_types": [[["global"], 2]]},
     "phi": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48},
+    "granitemoehybrid": {  # whose settings have an infinite number
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "shared_intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "layer_types": ["attention", "attention"],
+    },
     "bart": {
         "vocab_size": 300,
         "d_model": 32,

@@ -270,6 +270,10 @@ def test_a_resume_with_another_number_of_steps_reports_the_new_score_rate(
         {"layers": 7, "windows": (4, 4, 0)},
         {"layers": 6, "distinct_layers": 3},
         {"experts": 3, "tied": False, "positions": "learned"},
+        {"layers": 6, "rotary_layers": (1, 1, 1, 0)},
+        {"layers": 5, "experts": 3, "dense_layers": (1, 0, 0)},
+        {"layers": 6, "windows": (4, 0), "shared_kv_layers": 3},
+        {"layers": 6, "windows": (4, 4, 0), "full_head_size": 64},
     ],
     ids=str,
 )
