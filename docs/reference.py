@@ -16,7 +16,8 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from fenchel.attention.variants import variants_page
+import attentions
+
 from fenchel.evaluate import PITFALLS
 from fenchel.lessons.course import COURSE, PARTS, Lesson, lesson
 
@@ -807,7 +808,7 @@ def errata_page() -> str:
 
 
 PAGES = {
-    "docs/attentions.md": variants_page,
+    "docs/attentions.md": attentions.page,
     "docs/quick_reference.md": quick_reference,
     "docs/glossary.md": glossary,
     "docs/pitfalls.md": pitfalls_page,

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +154,59 @@ def is_interface(value: Any) -> bool:
 
 def test_every_public_name_has_a_docstring() -> None:
     assert not [f"{one.package}.{one.name}" for one in public() if not own_docstring(one.value)]
+
+
+def test_a_method_without_a_docstring_overrides_one_that_has_it() -> None:
+    classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(node)
+
+    def documents(name: str, method: str) -> bool:
+        """Whether a class of that name, or an ancestor of it, documents the method."""
+        if name not in classes:  # of another library
+            return name not in ("object", "NamedTuple", "Protocol", "ABC")
+        return any(
+            (method in own_methods(node) and has_docstring(own_methods(node)[method]))
+            or any(documents(base, method) for base in base_names(node))
+            for node in classes[name]
+        )
+
+    missing = [
+        f"{node.name}.{name}"
+        for nodes in classes.values()
+        for node in nodes
+        if not node.name.startswith("_")
+        for name, method in own_methods(node).items()
+        if not name.startswith("_")
+        and not has_docstring(method)
+        and not any(documents(base, name) for base in base_names(node))
+    ]
+    assert not missing
+
+
+def has_docstring(node: ast.FunctionDef) -> bool:
+    return ast.get_docstring(node) is not None
+
+
+def own_methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    """Methods and properties by name, without setters and overloads."""
+    return {
+        each.name: each
+        for each in node.body
+        if isinstance(each, ast.FunctionDef)
+        and not any(
+            isinstance(one, ast.Attribute) or (isinstance(one, ast.Name) and one.id == "overload")
+            for one in each.decorator_list
+        )
+    }
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    """The last words of the bases: Module of nn.Module."""
+    bases = (each.value if isinstance(each, ast.Subscript) else each for each in node.bases)
+    return [ast.unparse(each).rpartition(".")[2] for each in bases]
 
 
 def own_docstring(value: Any) -> str:

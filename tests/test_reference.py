@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import math
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ ERRATA = 104
 
 
 def load() -> ModuleType:
+    sys.path.append(str(ROOT / "docs"))  # as a script has it
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     assert spec
     assert spec.loader

@@ -63,25 +63,20 @@ class ALiBi(Prior):
             raise ValueError(f"ALiBi needs 1 head or more, got {self.heads}.")
 
     def bias(self, at: ScoreIndex) -> Tensor:
-        """-m_h |i - j|."""
         m = slope(at.h, self.heads) if self.table is None else self.table[at.h]
         return -m * (at.i - at.j).abs()
 
     def with_tables(self, device: torch.device) -> Prior:
-        """The slopes as a tensor."""
         return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
 
     def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
-        """The slopes."""
         of_device = _slopes.__wrapped__ if torch.compiler.is_compiling() else _slopes
         return Band(slopes=of_device(self.heads, device))
 
     def varies(self) -> tuple[bool, bool]:
-        """Between heads."""
         return False, True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """One slope per head."""
         if self.heads != H:
             raise ValueError(f"ALiBi has slopes for {self.heads} heads, the call has {H}.")
 
@@ -104,7 +99,6 @@ class RelativeBias(Prior):
             )
 
     def bias(self, at: ScoreIndex) -> Tensor:
-        """The entry of the bucket and the head."""
         row = bucket(
             at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
         )
@@ -131,19 +125,15 @@ class RelativeBias(Prior):
         return by_distance.unfold(1, len(keys), 1).to(dtype).flip(1)[None]
 
     def varies(self) -> tuple[bool, bool]:
-        """Between heads."""
         return False, True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The table."""
         return (self.table,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """The same with another table."""
         return RelativeBias(tensors[0], self.both_sides, self.distance)
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """One column per head."""
         if self.table.shape[1] != H:
             raise ValueError(
                 f"a relative bias has columns for {self.table.shape[1]} heads, the call has {H}."
@@ -230,7 +220,6 @@ class Sink(Prior):
         return None if open_ is None else open_ | (at.j == 0)
 
     def bias(self, at: ScoreIndex) -> Tensor:
-        """The score of the sink, the bias of the prior elsewhere."""
         bias = None if self.prior is None else self.prior.bias(_inner(at))
         x = self.by_query
         t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
@@ -239,36 +228,30 @@ class Sink(Prior):
         return torch.where(at.j == 0, sink, 0.0 if bias is None else bias)
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """From the sink to the end of the range of the prior."""
         if self.prior is None:
             return 0, S
         return 0, 1 + self.prior.key_range(first - 1, last - 1, S - 1)[1]
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """The keys at which the prior is 0."""
         if self.prior is None:
             return 1, S
         low, high = self.prior.zero_range(first - 1, last - 1, S - 1)
         return low + 1, high + 1
 
     def varies(self) -> tuple[bool, bool]:
-        """As the scores do, and as the prior does."""
         B, H, _ = self.by_query.shape
         by_sequence, by_head = (False, False) if self.prior is None else self.prior.varies()
         return B > 1 or by_sequence, H > 1 or by_head
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The scores, then the tensors of the prior."""
         assert isinstance(self.scores, Tensor)
         return (self.scores, *(() if self.prior is None else self.prior.tensors()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """The same with other tensors."""
         inner = None if self.prior is None else self.prior.with_tensors(tensors[1:])
         return replace(self, scores=tensors[0], prior=inner)
 
     def with_tables(self, device: torch.device) -> Prior:
-        """The prior with its tables."""
         return self if self.prior is None else replace(self, prior=self.prior.with_tables(device))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:

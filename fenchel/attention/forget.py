@@ -48,11 +48,9 @@ class Forget(Prior):
             )
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """Keys up to the query."""
         return at.j <= at.i
 
     def bias(self, at: ScoreIndex) -> Tensor:
-        """C_i - C_j."""
         C = self._totals()
         b, h = (
             place if size > 1 else torch.zeros_like(place)
@@ -61,24 +59,19 @@ class Forget(Prior):
         return C[b, h, at.i.clamp(min=0)] - C[b, h, at.j]
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
-        """Up to the last position."""
         return 0, max(0, min(last + 1, S))
 
     def varies(self) -> tuple[bool, bool]:
-        """As the gates do."""
         x = self.log_gates
         return x.dim() == 3 and x.shape[0] > 1, x.shape[-2] > 1
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The logarithms of the gates."""
         return (self.log_gates,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """The same with other gates."""
         return Forget(tensors[0])
 
     def with_tables(self, device: torch.device) -> Prior:
-        """C, computed once."""
         return Forget(self.log_gates, self._totals().to(device))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:

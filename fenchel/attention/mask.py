@@ -38,19 +38,15 @@ class Causal(Prior):
     band_fields = ("right",)
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """The past, and the present unless strict."""
         return at.j < at.i if self.strict else at.j <= at.i
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
-        """Up to the last position."""
         return 0, min(S, max(0, last + (not self.strict)))
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
-        """Up to the first position."""
         return 0, min(S, max(0, first + (not self.strict)))
 
     def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
-        """The keys after the position are closed."""
         return Band(right=-1 if self.strict else 0)
 
 
@@ -74,7 +70,6 @@ class Window(Prior):
                 raise ValueError(f"a window reaches {side}={size} keys; give 0 or more, or None.")
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """A band around the diagonal."""
         near = None if self.left is None else at.j >= at.i - self.left
         ahead = None if self.right is None else at.j <= at.i + self.right
         return intersection(near, ahead)
@@ -92,7 +87,6 @@ class Window(Prior):
         return low, max(low, high)
 
     def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
-        """Both sides."""
         return Band(self.left, self.right)
 
 
@@ -120,21 +114,17 @@ class Padding(Prior):
             )
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """The real keys."""
         real = self.lengths.to(at.b.device)[at.b]
         return at.j < real if self.side == "right" else at.j >= at.S - real
 
     def band(self, S: int, device: torch.device) -> Band:
-        """The end of the keys of every sequence, or their start."""
         real = self.lengths.to(device, torch.int32)
         return Band(stop=real) if self.side == "right" else Band(start=S - real)
 
     def varies(self) -> tuple[bool, bool]:
-        """Between sequences."""
         return True, False
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """One length per sequence."""
         if len(self.lengths) != B:
             raise ValueError(f"padding gives {len(self.lengths)} lengths for {B} sequences.")
 
@@ -163,16 +153,13 @@ class Segments(Prior):
             )
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """Keys with the number of the query."""
         numbers = self.numbers.to(at.b.device)
         return numbers[at.b, at.i] == numbers[at.b, at.j]
 
     def varies(self) -> tuple[bool, bool]:
-        """Between sequences."""
         return True, False
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """One number per key of every sequence."""
         if tuple(self.numbers.shape) != (B, S):
             raise ValueError(
                 f"segments of shape {tuple(self.numbers.shape)} do not number the {S} keys of "
@@ -191,7 +178,6 @@ class Strided(Prior):
             raise ValueError(f"a stride is 1 or more, got {self.stride}.")
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """Distances that the stride divides."""
         return (at.i - at.j) % self.stride == 0
 
 
@@ -206,5 +192,4 @@ class Global(Prior):
             raise ValueError(f"a number of global tokens is 0 or more, got {self.tokens}.")
 
     def admits(self, at: ScoreIndex) -> Tensor:
-        """Rows and columns of the global tokens."""
         return (at.i < self.tokens) | (at.j < self.tokens)

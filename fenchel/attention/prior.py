@@ -200,28 +200,22 @@ class Dense(Prior):
             )
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """The entry, if entries are bool."""
         return self._at(at) if self.log_prior.dtype == torch.bool else None
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
-        """The entry, if entries are numbers."""
         return None if self.log_prior.dtype == torch.bool else self._at(at)
 
     def varies(self) -> tuple[bool, bool]:
-        """Along the axes that are longer than 1."""
         B, H = self._four().shape[:2]
         return B != 1, H != 1
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The given tensor, unless it is bool."""
         return () if self.log_prior.dtype == torch.bool else (self.log_prior,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Another tensor in its place."""
         return Dense(*tensors) if tensors else self
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
-        """A shape that broadcasts."""
         scores = (B, H, T, S)
         sizes = self._four().shape
         if any(size not in (1, n) for size, n in zip(sizes, scores, strict=True)):
@@ -236,7 +230,6 @@ class Dense(Prior):
         return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
 
     def band(self, S: int, device: torch.device) -> Band:  # noqa: ARG002
-        """The entries."""
         x = self._four().to(device)
         return Band(bias=_forbid(x, torch.float32) if x.dtype == torch.bool else x.float())
 
@@ -269,19 +262,15 @@ class Positioned(Prior):
         return there if open_ is None else open_ & there
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
-        """That of the prior at the positions."""
         return self.prior.bias(self._at(at))
 
     def varies(self) -> tuple[bool, bool]:
-        """Between sequences, and between heads where the prior does."""
         return len(self.key_positions) > 1, self.prior.varies()[1]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the prior."""
         return self.prior.tensors()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """The same positions with other tensors."""
         return Positioned(self.prior.with_tensors(tensors), self.key_positions)
 
     def _at(self, at: ScoreIndex) -> ScoreIndex:
@@ -323,16 +312,13 @@ class Combined(Prior):
     parts: tuple[Prior, ...]
 
     def varies(self) -> tuple[bool, bool]:
-        """Whether the log u of a part differs."""
         each = [part.varies() for part in self.parts]
         return any(batch for batch, _ in each), any(heads for _, heads in each)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of all parts."""
         return tuple(tensor for part in self.parts for tensor in part.tensors())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Each part gets as many as it has."""
         left = list(tensors)
         parts = []
         for part in self.parts:
@@ -342,11 +328,9 @@ class Combined(Prior):
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
     def with_tables(self, device: torch.device) -> Prior:
-        """Every part with its tables."""
         return type(self)(tuple(part.with_tables(device) for part in self.parts))  # type: ignore[call-arg]
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
-        """Every part fits."""
         for part in self.parts:
             part.check(B, H, T, S)
 
@@ -358,18 +342,15 @@ class PriorSum(Combined):
     parts: tuple[Prior, ...]
 
     def summands(self) -> tuple[Prior, ...]:
-        """The parts."""
         return self.parts
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """Keys that all parts admit."""
         open_ = None
         for part in self.parts:
             open_ = intersection(open_, part.admits(at))
         return open_
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
-        """The sum of the parts' biases."""
         total = None
         for part in self.parts:
             bias = part.bias(at)
@@ -377,11 +358,9 @@ class PriorSum(Combined):
         return total
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """The keys in the range of every part."""
         return _common([part.key_range(first, last, S) for part in self.parts])
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """The keys at which every part is 0."""
         return _common([part.zero_range(first, last, S) for part in self.parts])
 
     def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:
@@ -399,7 +378,6 @@ class MaskUnion(Combined):
     parts: tuple[Prior, ...]
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """Keys that some part admits."""
         open_ = None
         for part in self.parts:
             mask = part.admits(at)
@@ -433,15 +411,12 @@ class PriorSelection(Prior):
 
     @property
     def fixed_keys(self) -> int:
-        """As the whole prior."""
         return self.whole.fixed_keys
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """As the whole prior at the selected head and row."""
         return self.whole.admits(self._original(at))
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
-        """As the whole prior at the selected head and row."""
         return self.whole.bias(self._original(at))
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
@@ -449,11 +424,9 @@ class PriorSelection(Prior):
         return self.whole.key_range(first, last, S) if self.rows is None else (0, S)
 
     def varies(self) -> tuple[bool, bool]:
-        """As the whole prior."""
         return self.whole.varies()
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """The whole prior fits the whole call."""
         self.whole.check(B, self.H, T if self.rows is None else self.T, S)
 
     def _original(self, at: ScoreIndex) -> ScoreIndex:

@@ -48,26 +48,26 @@ class RotaryScaling(Protocol):
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(RotaryScaling):
     """Positions interpolated: every frequency divided by ``factor``."""
 
     factor: float
 
     magnitude = 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002
         return t / self.factor
 
 
 @dataclass(frozen=True)
-class NTKScaling:
+class NTKScaling(RotaryScaling):
     """A larger base: the lowest frequency is divided by ``factor``, the highest is unchanged."""
 
     factor: float
 
     magnitude = 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:
         if width < 4:
             raise ValueError(f"NTK scaling needs a width of 4 or more, got {width}.")
         new_base = base * self.factor ** (width / (width - 2))
@@ -75,7 +75,7 @@ class NTKScaling:
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(RotaryScaling):
     """High frequencies unchanged, low ones interpolated, those between blended linearly by index.
 
     ``fast`` and ``slow`` are the rotations within ``trained`` positions at which the blend begins
@@ -90,12 +90,12 @@ class YarnScaling:
     truncate: bool = True
 
     @property
-    def magnitude(self) -> float:  # noqa: D102
+    def magnitude(self) -> float:
         if self.attention is not None:
             return self.attention
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:
         low, high = (self._index(count, base, width) for count in (self.fast, self.slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -110,7 +110,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(RotaryScaling):
     """High frequencies unchanged, low ones divided, those between blended linearly by rotations.
 
     ``high`` and ``low`` are the rotations within ``trained`` positions at which the blend begins
@@ -124,14 +124,14 @@ class Llama3Scaling:
 
     magnitude = 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002
         rotations = self.trained * t / (2 * math.pi)
         c = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
         return t * (c + (1 - c) / self.factor)
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(RotaryScaling):
     """Every frequency divided by a number of its own; cos and sin times ``magnitude``.
 
     >>> LongRopeScaling((1.0, 4.0)).frequencies(torch.tensor([1.0, 0.5]), 10000.0, 4)
@@ -141,12 +141,12 @@ class LongRopeScaling:
     divisors: tuple[float, ...]
     magnitude: float = 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002
         return t / torch.tensor(self.divisors, dtype=t.dtype, device=t.device)
 
 
 @dataclass(frozen=True)
-class ProportionalScaling:
+class ProportionalScaling(RotaryScaling):
     """The highest frequencies, ``fraction`` of all, divided by ``factor``; the others are 0.
 
     >>> ProportionalScaling(0.5).frequencies(torch.tensor([1.0, 0.5]), 10000.0, 4)
@@ -158,7 +158,7 @@ class ProportionalScaling:
 
     magnitude = 1.0
 
-    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002
         i = torch.arange(width // 2, device=t.device)
         return torch.where(i < int(self.fraction * width // 2), t / self.factor, 0.0)
 

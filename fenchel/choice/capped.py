@@ -44,11 +44,9 @@ class Capped(Choice):
 
     @property
     def ceiling(self) -> float:
-        """The largest admissible weight."""
         return self.cap
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x: (..., K) -> (..., K)."""
         if x.shape[-1] == 0:
             return x
         allowed = (x > FORBIDDEN).sum(-1, keepdim=True).to(x.dtype)
@@ -66,11 +64,9 @@ class Capped(Choice):
         return super().regulariser(p, log_prior).masked_fill(above, float("inf"))
 
     def omega(self, p: Tensor) -> Tensor:
-        """p log p."""
         return Softmax().omega(p)
 
     def slope(self, p: Tensor) -> Tensor:
-        """log p + 1."""
         return Softmax().slope(p)
 
     def response(self, y: Tensor) -> Tensor:
@@ -83,7 +79,6 @@ class Capped(Choice):
         return float32_or_better(torch.where(at_cap, 0.0, p))
 
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
-        """y log(y / p) - y + p."""
         return Softmax().divergence(y, p)
 
     def lipschitz(self, K: int) -> float | Tensor:

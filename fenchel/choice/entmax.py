@@ -280,7 +280,6 @@ class Entmax(Choice):
             )
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x: (..., K) -> (..., K)."""
         return tsallis(x, self.alpha)
 
     def omega(self, p: Tensor) -> Tensor:
@@ -300,7 +299,6 @@ class Entmax(Choice):
         return (w.clamp(min=-1.0).log1p() / (self.alpha - 1.0)).exp()
 
     def spread(self, p: Tensor) -> Tensor:
-        """p^(2 - alpha) on the support."""
         return spread(float32_or_better(p), self.alpha)
 
     @property
@@ -309,7 +307,6 @@ class Entmax(Choice):
         return self.alpha > 2.0
 
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
-        """J v at the scores that gave ``p``: (..., K) -> (..., K)."""
         wide = float32_or_better(p)
         return (self.beta * _jacobian_product(wide, v.to(wide.dtype), self.alpha)).to(p.dtype)
 
@@ -353,27 +350,21 @@ class Sparsemax(Choice):
         require_positive("Sparsemax", self.beta)
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x: (..., K) -> (..., K)."""
         return tsallis(x, 2.0)
 
     def omega(self, p: Tensor) -> Tensor:
-        """(p^2 - p) / 2."""
         return 0.5 * p * (p - 1.0)
 
     def slope(self, p: Tensor) -> Tensor:
-        """p - 1/2."""
         return p - 0.5
 
     def response(self, y: Tensor) -> Tensor:
-        """[y + 1/2]_+."""
         return (y + 0.5).clamp(min=0.0)
 
     def spread(self, p: Tensor) -> Tensor:
-        """1 on the support."""
         return float32_or_better((p > 0).to(p.dtype))
 
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
-        """(y - p)^2 / 2."""
         return 0.5 * (y - p).square()
 
     def lipschitz(self, K: int) -> float | Tensor:

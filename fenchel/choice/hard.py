@@ -76,7 +76,6 @@ class Hard(Choice):
         return torch.zeros_like(p[..., 0]).masked_fill(forbidden, float("inf"))
 
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
-        """0: (..., K) -> (..., K)."""
         return torch.zeros_like(p * v)
 
     def sensitivity(self, p: Tensor) -> Tensor:
@@ -89,19 +88,15 @@ class Hard(Choice):
         return zero, torch.where((p > 0).sum(-1) > 1, torch.inf, zero)
 
     def omega(self, p: Tensor) -> Tensor:
-        """0."""
         return torch.zeros_like(p)
 
     def slope(self, p: Tensor) -> Tensor:
-        """0."""
         return torch.zeros_like(p)
 
     def response(self, y: Tensor) -> Tensor:
-        """1 above the threshold 0, else 0."""
         return (y > 0).to(y.dtype)
 
     def spread(self, p: Tensor) -> Tensor:
-        """0."""
         return torch.zeros_like(p)
 
     def lipschitz(self, K: int) -> float | Tensor:

@@ -50,25 +50,20 @@ class Sigmoid(Choice):
             raise ValueError(f"Sigmoid needs finite log_odds, got {self.log_odds}.")
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x: (..., K) -> (..., K)."""
         return torch.sigmoid(x + self.log_odds)
 
     def omega(self, p: Tensor) -> Tensor:
-        """p log p + (1 - p) log(1 - p) - b p."""
         return Softmax().omega(p) + Softmax().omega(1.0 - p) - self.log_odds * p
 
     def slope(self, p: Tensor) -> Tensor:
-        """log(p / (1 - p)) - b."""
         limits = torch.finfo(p.dtype)  # below eps / 4 the distance from 1 is rounded away
         log_p, log_rest = p.clamp(min=limits.tiny).log(), (1.0 - p).clamp(min=limits.eps / 4).log()
         return log_p - log_rest - self.log_odds
 
     def response(self, y: Tensor) -> Tensor:
-        """1 / (1 + exp(-y - b))."""
         return torch.sigmoid(y + self.log_odds)
 
     def spread(self, p: Tensor) -> Tensor:
-        """p (1 - p)."""
         p = float32_or_better(p)
         return p * (1.0 - p)
 

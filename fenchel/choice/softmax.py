@@ -43,7 +43,6 @@ class Softmax(Choice):
         require_positive("Softmax", self.beta)
 
     def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
-        """The argmax: (..., K) -> (..., K)."""
         if log_prior is None and not isinstance(self.beta, Tensor) and self.beta == 1.0:
             x, axis = z, checked_axis(z, log_prior, dim)  # torch sums halves in float32 itself
         else:
@@ -51,27 +50,21 @@ class Softmax(Choice):
         return _softmax(x, axis).to(z.dtype)
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x: (..., K) -> (..., K)."""
         return _softmax(x, -1)
 
     def omega(self, p: Tensor) -> Tensor:
-        """p log p."""
         return torch.xlogy(p, torch.where(p > 0, p, 1.0))
 
     def slope(self, p: Tensor) -> Tensor:
-        """log p + 1."""
         return p.clamp(min=torch.finfo(p.dtype).tiny).log() + 1.0
 
     def response(self, y: Tensor) -> Tensor:
-        """exp(y - 1)."""
         return (y - 1.0).exp()
 
     def spread(self, p: Tensor) -> Tensor:
-        """p itself."""
         return float32_or_better(p)
 
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
-        """y log(y / p) - y + p."""
         r = (y - p) / p
         d: Tensor = p * (torch.special.xlog1py(1.0 + r, r) - r)
         return d

@@ -91,7 +91,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every matrix that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

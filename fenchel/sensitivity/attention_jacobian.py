@@ -85,12 +85,10 @@ class OneHead(Operator):
 
     @full_precision
     def apply(self, v: Tensor) -> Tensor:
-        """J dX."""
         return torch.stack([self._push(move) for move in v]) if len(v) > 1 else self._push(v)
 
     @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T g."""
         return torch.stack([self._pull(g) for g in u]) if len(u) > 1 else self._pull(u)
 
     def _push(self, move: Tensor) -> Tensor:
@@ -374,7 +372,6 @@ class SelfAttentionJacobian(Operator):
 
     @full_precision
     def apply(self, v: Tensor) -> Tensor:
-        """J dX."""
         rows, c = self.inner.rows, len(v)
         own = rows.H if self.inner.each else 1
         moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.W_QKV
@@ -383,7 +380,6 @@ class SelfAttentionJacobian(Operator):
 
     @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T G."""
         rows, c = self.inner.rows, len(u)
         g = u.reshape(c, rows.B * rows.H, rows.T, -1)
         back = u.new_zeros(c, g.shape[1], rows.T, self.W_QKV.shape[-1])

@@ -97,11 +97,9 @@ class NormJacobian(Operator):
         self.hat = X * self.gain
 
     def apply(self, v: Tensor) -> Tensor:
-        """J v."""
         return self.domain.flatten([self.push(self.domain.unflatten(v)[0])])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T u."""
         return self.domain.flatten([self.pull(self.domain.unflatten(u)[0])])
 
     def push(self, v: Tensor) -> Tensor:
@@ -135,15 +133,12 @@ class Diagonal(Operator):
         self.dtype, self.device = slopes.dtype, slopes.device
 
     def apply(self, v: Tensor) -> Tensor:
-        """Slopes times v."""
         return v * self.slopes.flatten()
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """The same."""
         return self.apply(u)
 
     def ceiling(self) -> Tensor:
-        """The steepest slope: exact."""
         return self.slopes.abs().amax()
 
 
@@ -158,15 +153,12 @@ class TokenMap(Operator):
         self.dtype, self.device = W.dtype, W.device
 
     def apply(self, v: Tensor) -> Tensor:
-        """v W."""
         return self.codomain.flatten([self.domain.unflatten(v)[0] @ self.W])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """u W^T."""
         return self.domain.flatten([self.codomain.unflatten(u)[0] @ self.W.mT])
 
     def ceiling(self) -> Tensor:
-        """The Frobenius norm of W."""
         return frobenius(self.W)
 
 
@@ -225,12 +217,10 @@ class HeadJoin(Operator):
         self.dtype, self.device = dtype, device
 
     def apply(self, v: Tensor) -> Tensor:
-        """Joined and projected."""
         joined = self.domain.unflatten(v)[0].transpose(1, 2).flatten(2)
         return self.codomain.flatten([joined if self.W_O is None else joined @ self.W_O])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Projected back and cut into heads."""
         H, _, E = self.domain.shapes[0]
         g = self.codomain.unflatten(u)[0]
         g = g if self.W_O is None else g @ self.W_O.mT
@@ -275,7 +265,6 @@ class SelfAttention(TokenLayer):
     sink: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., N, M) -> (..., N, M')."""
         out = self._joined(*self._qkv(X))
         out = out if self.W_O is None else out @ self.W_O
         return out if self.bias is None else out + self.bias
@@ -411,7 +400,6 @@ class NormLayer(TokenLayer):
     kind: str = "layer"
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., M) -> (..., M)."""
         shape = X.shape[-1:]
         if self.kind == "layer":
             return functional.layer_norm(X, shape, self.weight, self.bias, self._eps(X))
@@ -419,7 +407,6 @@ class NormLayer(TokenLayer):
         return y if self.bias is None else y + self.bias
 
     def jacobian(self, X: Tensor) -> NormJacobian:
-        """In closed form."""
         return NormJacobian(X, self.weight, self._eps(X), self.kind)
 
     def gain(self, X: Tensor, radius: float | Tensor) -> Tensor:
@@ -462,15 +449,12 @@ class LinearLayer(TokenLayer):
     b: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., M) -> (..., M')."""
         return X @ self.W if self.b is None else X @ self.W + self.b
 
     def jacobian(self, X: Tensor) -> Operator:
-        """v -> v W for every token."""
         return TokenMap(X, self.W)
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
-        """|W|_2, the same everywhere."""
         size = float(linear(self.W))
         rounding = float(lengths(_product_error(X, self.W, self.b)))
         return BallBound(size, 0.0, size, rounding)
@@ -492,17 +476,14 @@ class ElementwiseAffine(TokenLayer):
     bias: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., N, M) -> (..., N, M)."""
         Y = X if self.weight is None else X * self.weight.to(X)
         return Y if self.bias is None else Y + self.bias.to(X)
 
     def jacobian(self, X: Tensor) -> Operator:
-        """Multiplication by the weight."""
         weight = X.new_ones(()) if self.weight is None else self.weight.to(X)
         return Diagonal(weight.expand(X.shape))
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
-        """The largest weight, the same everywhere."""
         size = 1.0 if self.weight is None else float(outward(self.weight.double().abs().amax()))
         terms = X.double().abs() * (1.0 if self.weight is None else self.weight.double().abs())
         terms = terms if self.bias is None else terms + self.bias.double().abs()
@@ -518,11 +499,9 @@ class ActivationLayer(TokenLayer):
     name: str
 
     def __call__(self, X: Tensor) -> Tensor:
-        """Any shape."""
         return _FUNCTIONS[self.name](X)
 
     def jacobian(self, X: Tensor) -> Operator:
-        """Multiplication by the slopes."""
         return Diagonal(SLOPES[self.name].at(X))
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
@@ -548,12 +527,10 @@ class GatedLayer(TokenLayer):
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., M) -> (..., F)."""
         g, u = self._parts(X)
         return _FUNCTIONS[self.name](g) * u
 
     def jacobian(self, X: Tensor) -> Operator:
-        """diag(a'(g) u) W_G^T + diag(a(g)) W_U^T, token by token."""
         (X,) = point(X)
         g, u = self._parts(X)
         gate = Diagonal(SLOPES[self.name].at(g) * u) @ TokenMap(X, self.W_G)
@@ -623,11 +600,9 @@ class OutputGate(TokenLayer):
     bias: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(N, M) -> (N, F)."""
         return _FUNCTIONS[self.name](self._gate(X)) * self.layer(X)
 
     def jacobian(self, X: Tensor) -> Operator:
-        """diag(a(g)) Df + diag(a'(g) f) W_G^T."""
         (X,) = point(X)
         g = self._gate(X)
         chosen = Diagonal(_FUNCTIONS[self.name](g)) @ self.layer.jacobian(X)
@@ -695,7 +670,6 @@ class Residual(TokenLayer):
     skip: float = 1.0
 
     def __call__(self, X: Tensor) -> Tensor:
-        """(..., M) -> (..., M)."""
         total = self.branch(X)
         for branch in self.parallel:
             total = total + branch(X)
@@ -703,7 +677,6 @@ class Residual(TokenLayer):
         return total if self.skip == 0.0 else self.skip * X + total
 
     def jacobian(self, X: Tensor) -> Operator:
-        """skip I + scale times the sum of the J of the branches."""
         parts = [] if self.skip == 0.0 else [_scaled(identity(X), self.skip)]
         branches = (self.branch, *self.parallel)
         parts += [_scaled(branch.jacobian(X), self.scale) for branch in branches]
@@ -737,13 +710,11 @@ class Chain(TokenLayer):
     layers: tuple[TokenLayer, ...]
 
     def __call__(self, X: Tensor) -> Tensor:
-        """Through all of them."""
         for layer in self.layers:
             X = layer(X)
         return X
 
     def jacobian(self, X: Tensor) -> Operator:
-        """The product of the Jacobians."""
         J = identity(X)
         for layer in self.layers:
             J, X = layer.jacobian(X) @ J, layer(X)

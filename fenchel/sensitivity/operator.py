@@ -188,25 +188,20 @@ class Transpose(Operator):
         self.rounding = inner.rounding
 
     def apply(self, v: Tensor) -> Tensor:
-        """J^T v."""
         return self.inner.adjoint(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """J u."""
         return self.inner.apply(u)
 
     @property
     def error(self) -> float:
-        """That of J."""
         return self.inner.error
 
     def ceiling(self) -> Tensor | None:
-        """That of J."""
         return self.inner.ceiling()
 
     @property
     def T(self) -> Operator:
-        """J."""
         return self.inner
 
 
@@ -227,12 +222,10 @@ class Product(Operator):
         self.device = left.device
 
     def apply(self, v: Tensor) -> Tensor:
-        """A (B v)."""
         inner = self.right.apply(v.to(self.right.dtype)).to(self.left.dtype)
         return self.left.apply(inner).to(self.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """B^T (A^T u)."""
         inner = self.left.adjoint(u.to(self.left.dtype)).to(self.right.dtype)
         return self.right.adjoint(inner).to(self.dtype)
 
@@ -242,7 +235,6 @@ class Product(Operator):
         return self.left.error + self.right.error
 
     def ceiling(self) -> Tensor | None:
-        """The product of the two ceilings."""
         a, b = self.left.ceiling(), self.right.ceiling()
         return None if a is None or b is None else above(a.double() * b.double())
 
@@ -265,22 +257,18 @@ class Sum(Operator):
         self.rounding = left.rounding + right.rounding
 
     def apply(self, v: Tensor) -> Tensor:
-        """A v + B v."""
         a, b = self.left, self.right
         return a.apply(v.to(a.dtype)).to(self.dtype) + b.apply(v.to(b.dtype))
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """A^T u + B^T u."""
         a, b = self.left, self.right
         return a.adjoint(u.to(a.dtype)).to(self.dtype) + b.adjoint(u.to(b.dtype))
 
     @property
     def error(self) -> float:
-        """The sum of both."""
         return self.left.error + self.right.error
 
     def ceiling(self) -> Tensor | None:
-        """The sum of the two ceilings."""
         a, b = self.left.ceiling(), self.right.ceiling()
         return None if a is None or b is None else above(a.double() + b.double())
 
@@ -297,20 +285,16 @@ class Scaled(Operator):
         self.rounding = float(self.factor.abs().max()) * inner.rounding
 
     def apply(self, v: Tensor) -> Tensor:
-        """J (c v)."""
         return self.inner.apply(v * self.factor.unsqueeze(-1).to(v.dtype))
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T (c u)."""
         return self.inner.adjoint(u * self.factor.unsqueeze(-1).to(u.dtype))
 
     @property
     def error(self) -> float:
-        """That of J."""
         return self.inner.error
 
     def ceiling(self) -> Tensor | None:
-        """|c| times that of J."""
         inner = self.inner.ceiling()
         return None if inner is None else above(self.factor.abs() * inner.double())
 
@@ -332,15 +316,12 @@ class Matrix(Operator):
         self.dtype, self.device = A.dtype, A.device
 
     def apply(self, v: Tensor) -> Tensor:
-        """A v."""
         return torch.einsum("...mn,k...n->k...m", self.A, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """A^T u."""
         return torch.einsum("...mn,k...m->k...n", self.A, u)
 
     def ceiling(self) -> Tensor:
-        """The Frobenius norm."""
         return frobenius(self.A)
 
 
@@ -353,15 +334,12 @@ class Identity(Operator):
         self.dtype, self.device = dtype, device
 
     def apply(self, v: Tensor) -> Tensor:
-        """v."""
         return v
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """u."""
         return u
 
     def ceiling(self) -> Tensor:
-        """1."""
         return torch.ones(self.batch, dtype=self.dtype, device=self.device)
 
 

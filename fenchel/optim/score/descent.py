@@ -119,7 +119,6 @@ class ScoreDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every pair that has gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""fenchel/attention/variants.py: every call of the table runs, every map is where it stands."""
+"""docs/attentions.py: every call of the table runs, every map is where it stands."""
 
 from typing import Any
 
@@ -8,20 +8,21 @@ from torch.nn.functional import logsigmoid
 
 import fenchel.attention
 import fenchel.choice
-from fenchel.attention.variants import VARIANTS, Variant
 from fenchel.choice import membership
 from fenchel.model import ModelConfig, Transformer
+from tests.test_reference import reference
 
+VARIANTS = reference.attentions.VARIANTS
 WITH_CODE = [row for row in VARIANTS if row.code]
 WITH_MAP = [row for row in VARIANTS if row.map is not None]
 
 
-def name(row: Variant) -> str:
+def name(row: Any) -> str:
     return row.name
 
 
 @pytest.mark.parametrize("row", WITH_CODE, ids=name)
-def test_the_call_of_a_row_runs(row: Variant) -> None:
+def test_the_call_of_a_row_runs(row: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 4, 6, 8, generator=draw) for _ in range(3))
     names: dict[str, Any] = {
@@ -44,7 +45,7 @@ def test_the_call_of_a_row_runs(row: Variant) -> None:
 
 
 @pytest.mark.parametrize("row", WITH_MAP, ids=name)
-def test_a_map_is_in_the_family_exactly_if_the_row_says_so(row: Variant) -> None:
+def test_a_map_is_in_the_family_exactly_if_the_row_says_so(row: Any) -> None:
     assert row.map is not None
     found = membership(row.map, K=4, points=24)
     assert found.member == (row.verdict == "member")

@@ -5,8 +5,7 @@
 ``VARIANTS`` has a row per kind of attention: which of the four parts it changes, the call that is
 it here, and the map from scores to weights where it is one, for ``fenchel.choice.membership``: a
 row whose ``verdict`` is "member" passes, one that is "outside" shows a cycle. docs/attentions.md is
-made of this table (``variants_page``), and tests/attention/test_variants.py runs every call and
-every map.
+made of this table (``page``), and tests/test_attentions.py runs every call and every map.
 """
 
 from collections.abc import Callable, Sequence
@@ -229,7 +228,7 @@ VARIANTS: tuple[Variant, ...] = (
 """What published models and papers do by November 2026."""
 
 
-def variants_page() -> str:
+def page() -> str:
     """docs/attentions.md."""
     of = {
         verdict: [row for row in VARIANTS if row.verdict == verdict]
@@ -249,7 +248,7 @@ def variants_page() -> str:
             "form exactly if it is the gradient of a convex function, which "
             "`fenchel.choice.membership` tests: a map outside shows a closed cycle of scores along "
             "which it gains ([choice maps](maths/choice.md)). This page is written by "
-            "`python docs/reference.py` from `fenchel/attention/variants.py`; a test runs every "
+            "`python docs/reference.py` from `docs/attentions.py`; a test runs every "
             "call and every map. An empty last column is not built here.",
             "",
             "## In the family",
