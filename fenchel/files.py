@@ -87,7 +87,7 @@ class StorageFailed(OSError):
 
 
 class Notice(UserWarning):
-    """A warning about a file that can be used all the same."""
+    """A warning that a command prints as one sentence."""
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:

@@ -131,13 +131,22 @@ def autocast_enabled(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def off_mps(x: Tensor) -> Tensor:
+    """``x`` on its device or, from MPS, which has no float64, on the CPU.
+
+    >>> off_mps(torch.ones(2)).device
+    device(type='cpu')
+    """
+    return x.cpu() if x.device.type == "mps" else x
+
+
 def to_float64(x: Tensor) -> Tensor:
     """``x`` in float64, on its device or, where that has no float64 (MPS), on the CPU.
 
     >>> to_float64(torch.ones(2)).dtype
     torch.float64
     """
-    return (x.cpu() if x.device.type == "mps" else x).double()
+    return off_mps(x).double()
 
 
 def softmax_backward(g: Tensor, p: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ one of "mps" is an error too. What MPS computes is left to the workflow that run
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ def compute(default: Any, func: Any, types: Any, args: Any, kwargs: dict[str, An
     name = getattr(func, "__name__", "")
     if func == Tensor.device.__get__:  # type: ignore[attr-defined]
         return MPS
+    if func is Tensor.__deepcopy__:  # torch asks for a method of the subclass that makes tensors
+        return on_mps(plain(args[0]).clone())
     words = [*args[1:], *kwargs.values()]
     if func is Tensor.cpu or (func is Tensor.to and torch.device("cpu") in words):
         return plain(args[0]).to(*(w for w in words if isinstance(w, torch.dtype)))
@@ -106,7 +109,14 @@ class _Factories(TorchFunctionMode):
 @contextmanager
 def simulated_mps() -> Iterator[None]:
     """Within, "mps" is a device, and torch reports it."""
+    run = Thread.run
+
+    def run_with_factories(thread: Thread) -> None:  # a mode belongs to a thread
+        with _Factories():
+            run(thread)
+
     with pytest.MonkeyPatch.context() as patch, _Factories():
+        patch.setattr(Thread, "run", run_with_factories)
         patch.setattr(torch.backends.mps, "is_available", lambda: True)
         patch.setattr(torch.mps, "recommended_max_memory", lambda: 2**34)
         # A module that is moved gets new parameters; torch would put the new numbers into the old.

@@ -32,7 +32,7 @@ Golub (1973), Some modified matrix eigenvalue problems.
 import torch
 from torch import Tensor
 
-from fenchel.torch_internals import to_float64
+from fenchel.torch_internals import off_mps, to_float64
 
 _WIDTH = 1e-9
 """Relative distance of the two bounds from the root; rounding is a thousand times smaller."""
@@ -73,7 +73,7 @@ def eigenvalue_bounds(s: Tensor) -> tuple[Tensor, Tensor]:
     if K < 2:
         zero = to_float64(s.sum(-1)) * 0.0
         return zero, zero
-    s = s.cpu() if s.device.type == "mps" else s
+    s = off_mps(s)
     top = s.topk(min(K, _LARGEST), dim=-1)
     values = top.values.double()
     first, second = values[..., 0], values[..., 1]

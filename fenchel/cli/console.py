@@ -113,7 +113,8 @@ def device_and_dtype(
 ) -> "tuple[torch.device, torch.dtype | None]":
     """The flags --device and --dtype: the best device where none is named, and None for a dtype.
 
-    ``float64`` is for commands that measure in it, on whatever dtype: MPS does not serve them.
+    ``float64`` is for commands that measure in it, on whatever dtype: MPS does not serve them, and
+    a sentence says so where it would have been the best device.
 
     >>> device_and_dtype("cpu", "bfloat16")
     (device(type='cpu'), torch.bfloat16)
@@ -123,6 +124,12 @@ def device_and_dtype(
     from fenchel.train import select_device
 
     on = select_device(device or "auto", float64=float64 or dtype == "float64")
+    if on != select_device(device or "auto"):
+        warnings.warn(
+            "mps has no float64, in which this is computed; it runs on the CPU.",
+            Notice,
+            stacklevel=2,
+        )
     return on, None if dtype is None else getattr(torch, dtype)
 
 

@@ -20,6 +20,7 @@ from fenchel.data import Ids, TextTokenizer
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity import attention_jacobian, spectral_norm
+from fenchel.torch_internals import off_mps
 
 
 @torch.no_grad()
@@ -85,8 +86,9 @@ def attention_sensitivity(model: Transformer, ids_1T: Tensor) -> list[tuple[floa
     for call in attention_calls(model, ids_1T):
         if call.spec.choice.feasible == "box":
             continue
-        q, k, v = (x.detach().float() for x in (call.q, call.k, call.v))
-        J = attention_jacobian(q, k, v, **call.spec)
+        q, k, v = (off_mps(x.detach().float()) for x in (call.q, call.k, call.v))
+        spec = call.spec.with_tensors([off_mps(x) for x in call.spec.tensors()])
+        J = attention_jacobian(q, k, v, **spec)
         bracket = spectral_norm(J, tol=0.02, generator=generator)
         norms.append((float(bracket.lower.max()), float(bracket.upper.max())))
     return norms

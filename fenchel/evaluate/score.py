@@ -48,6 +48,7 @@ from fenchel.data import (
 from fenchel.data.packing import IGNORED
 from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer, evaluating
+from fenchel.torch_internals import off_mps
 
 
 class Sharing(Protocol):
@@ -251,9 +252,7 @@ def _loss_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def _sum(x_N: Tensor) -> Tensor:
     """The sum in float64."""
-    if x_N.device.type == "mps":  # which has no float64
-        x_N = x_N.cpu()
-    return x_N.sum(dtype=torch.float64)
+    return off_mps(x_N).sum(dtype=torch.float64)
 
 
 def _number(loss: float) -> float:

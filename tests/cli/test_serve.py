@@ -2,9 +2,6 @@
 
 import json
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,8 @@ from fenchel.cli.serve import read_key
 from fenchel.data import train_tokenizer
 from fenchel.generation import Sampling
 from fenchel.generation.sampling import DEFAULTS, resolve_sampling
-from fenchel.server.app import Server
 from fenchel.server.engine import Engine
-
-Ask = Callable[[str, Any], tuple[int, dict[str, Any]]]
+from tests.cli.conftest import Ask
 
 
 @pytest.mark.parametrize(
@@ -70,40 +65,6 @@ def test_a_key_is_one_word_of_a_file_or_of_the_environment(
         file.write_text(wrong)
         with pytest.raises(ValueError, match="one word"):
             read_key(file)
-
-
-@pytest.fixture
-def served(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., int]:
-    """``served(words, use)``: the command with a function that uses the server while it runs."""
-    run = Server.run
-
-    def start(words: list[str], use: Callable[[Ask], None]) -> int:
-        def run_aside(server: Server) -> None:
-            found = re.search(r"Serving (\S+) at (\S+)", capsys.readouterr().out)
-            assert found is not None
-            thread = threading.Thread(target=run, args=(server,))
-            thread.start()
-
-            def ask(path: str, body: Any) -> tuple[int, dict[str, Any]]:
-                request = urllib.request.Request(found[2] + path, json.dumps(body).encode())
-                try:
-                    with urllib.request.urlopen(request, timeout=30) as answer:
-                        return answer.status, json.load(answer)
-                except urllib.error.HTTPError as error:
-                    return error.code, json.load(error)
-
-            try:
-                use(ask)
-            finally:
-                server.stop()
-                thread.join(60)
-
-        monkeypatch.setattr(Server, "run", run_aside)
-        return main(["serve", *words, "--port", "0", "--threads", "1"])
-
-    return start
 
 
 def test_a_run_of_ours_is_served_and_chats_by_the_plain_template(

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fenchel.data.token_files
 import fenchel.pipeline
 from fenchel.train import StepTime
@@ -147,6 +149,7 @@ def while_encoding(act: Callable[[], object]) -> Callable[[], None]:
     return mischief
 
 
+@pytest.mark.needs_posix("locked folders")
 def test_what_a_killed_run_left_beside_shared_token_files_is_removed_by_the_next(
     lab: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:

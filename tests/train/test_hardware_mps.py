@@ -98,13 +98,3 @@ def test_a_run_on_mps_trains_and_ends_with_its_report(optimiser: str, tmp_path: 
     with simulated_mps():
         assert main([*command, "--set", "train.device=mps"]) == 0
     assert (run / "report.html").exists()
-
-
-@pytest.mark.parametrize("command", ["inspect", "lens", "ablate"])
-def test_what_is_measured_in_float64_refuses_mps(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with simulated_mps():
-        assert main([command, str(tmp_path), "--text", "sotu", "--device", "mps"]) == 2
-    assert "mps has no float64" in capsys.readouterr().err
