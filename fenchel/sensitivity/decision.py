@@ -82,9 +82,10 @@ _GROW = 1.0 + 1e-9  # more than sums of a few thousand positive terms and eigenv
 _MOST = 4.0  # scores that move further are not expanded
 _CUTS = (0.25, 0.5, 0.75, 1.0)  # of the line along which scores move
 _STEP = 1.04  # between radii of the search
-_STRIDE = 6  # steps at once while a radius is looked for
+_STRIDE = 6  # steps at once while a radius is looked for, doubled each time
 _TINY = 1e-12
-_NEAREST = 64  # pairs whose margins take earlier remainders in their ellipsoids, not in balls
+_NEAREST = 64  # pairs at once whose margins take remainders in their ellipsoids, not in balls
+_TOGETHER = 8  # tokens in a block of a product of Jacobians
 _BYTES = 12e9
 
 
@@ -323,38 +324,35 @@ class DecisionBound:
     def _expand(self) -> None:
         n, d = self.n, self.d
         self.stages: list[_Stage] = []
-        self.gradients: dict[tuple[int, int], Tensor] = {}
-        self.T: dict[tuple[int, int], Tensor] = {}
-        """Blocks (n, n, d, d) from the output of stage k - 1 to the input of stage s."""
+        self.gradients: dict[tuple[int, int], list[Tensor]] = {}
+        """Of the scores of stage s behind stage k - 1: rows (m, H, j, d) of every query."""
+        self.T: dict[tuple[int, int], list[Tensor]] = {}
+        """From the output of stage k - 1 to the input of stage s: rows (m, d, d) of every token."""
         self.lengths: dict[tuple[int, int], Tensor] = {}
-        self.T0 = [torch.eye(n * d, dtype=torch.float64).view(n, d, n, d)]
-        current = {0: self.T0[0]}
+        current = {0: torch.eye(n * d, dtype=torch.float64)}
         self._keep(0, current)
         for s, residual in enumerate(self.network.stages):
             stage, J = self._stage(residual, self.streams[s])
             self.stages.append(stage)
             if isinstance(stage.part, _Attention):
                 for k, T in current.items():
-                    if k > 0:
-                        self.gradients[s, k] = self._score_gradients(s, T)
-            flat = J.reshape(n * d, n * d)
-            moved = {
-                k: (flat @ T.reshape(n * d, n * d)).view(n, d, n, d) for k, T in current.items()
-            }
-            current = {**moved, s + 1: self.T0[0]}
-            self.T0.append(current[0])
+                    self.gradients[s, k] = self._score_gradients(s, T)
+            meet = isinstance(stage.part, _Attention)
+            current = {k: _composed(J, T, d, meet=meet) for k, T in current.items()}
+            current[s + 1] = torch.eye(n * d, dtype=torch.float64)
             self._keep(s + 1, current)
-        self.last = current
         self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
         self.rivals = [self._rivals(t) for t in range(n)]
 
     def _keep(self, s: int, current: dict[int, Tensor]) -> None:
+        n, d = self.n, self.d
         for k, T in current.items():
-            self.T[s, k] = T.permute(0, 2, 1, 3)
-            self.lengths[s, k] = T.square().sum((1, 3)).sqrt() * _GROW
+            blocks = T.view(n, d, n, d)
+            self.T[s, k] = [blocks[i, :, : i + 1].permute(1, 0, 2).contiguous() for i in range(n)]
+            self.lengths[s, k] = blocks.square().sum((1, 3)).sqrt() * _GROW
 
     def _stage(self, residual: Residual, x: Tensor) -> tuple[_Stage, Tensor]:
-        """The stage at its centre, and its Jacobian (n, d, n, d)."""
+        """The stage at its centre, and its Jacobian (n d, n d)."""
         n, d = self.n, self.d
         norm, branch = _parts(residual)
         h, size, N = _unit(norm, x)
@@ -365,7 +363,10 @@ class DecisionBound:
             part, B, lost = self._mlp(norm, branch, residual.scale, h)
         eye = torch.eye(d, dtype=torch.float64)
         blocks = B.permute(0, 2, 1, 3)
-        B_norm = largest(blocks @ blocks.mT).sqrt() * _GROW + lost
+        B_norm = torch.zeros(n, n, dtype=x.dtype)
+        at, m = blocks.abs().amax((2, 3)).nonzero(as_tuple=True)
+        B_norm[at, m] = largest(blocks[at, m] @ blocks[at, m].mT).sqrt() * _GROW
+        B_norm = B_norm + lost
         Bh = torch.einsum("imab,mb->ima", blocks, h)
         J = torch.einsum("imjk,jkl->imjl", B, N)
         index = torch.arange(n)
@@ -380,7 +381,8 @@ class DecisionBound:
         forward = _forward_rounding(branch, norm(x)) * abs(residual.scale) + 2.0 * behind * unit
         forward += 8.0 * _EPS * float(x.norm() + residual(x).norm())
         width = float(J.norm())
-        return _Stage(size, N, h, blocks, B_norm, Bh, B_lost, part, lost, forward, width), J
+        stage = _Stage(size, N, h, blocks, B_norm, Bh, B_lost, part, lost, forward, width)
+        return stage, J.reshape(n * d, n * d)
 
     def _attention(
         self, norm: NormLayer, layer: SelfAttention, scale: float, h: Tensor
@@ -473,42 +475,58 @@ class DecisionBound:
 
     # The ball ------------------------------------------------------------------------------------
 
-    def _score_gradients(self, s: int, T: Tensor) -> Tensor:
-        """Gradients of the scores of stage s, centred by p: T (n, d, c, l) -> (H, n, n, c, l)."""
+    def _score_gradients(self, s: int, T: Tensor) -> list[Tensor]:
+        """Gradients of the scores of stage s, centred by p: T (n d, n d) -> rows (m, H, j, d)."""
+        n, d = self.n, self.d
         stage = self.stages[s]
         f = stage.part
         assert isinstance(f, _Attention)
         NQ = torch.einsum("hijm,imk->hijk", f.Qk, stage.N)
         NK = torch.einsum("hijm,jmk->hijk", f.Kq, stage.N)
-        z = torch.einsum("hijk,ikcl->hijcl", NQ, T) + torch.einsum("hijk,jkcl->hijcl", NK, T)
-        z = z - torch.einsum("hij,hijcl->hicl", f.p, z)[:, :, None]
-        return z.masked_fill_(~f.live[..., None, None], 0.0)
+        slabs = [T[i * d : (i + 1) * d, : (i + 1) * d] for i in range(n)]  # (d, m l)
+        of_keys = [NK[:, j:, j] @ slab for j, slab in enumerate(slabs)]  # (H, n - j, m l)
+        rows = []
+        for i, slab in enumerate(slabs):
+            z = NQ[:, i, : i + 1] @ slab  # (H, j, m l)
+            for j in range(i + 1):
+                z[:, j, : (j + 1) * d] += of_keys[j][:, i - j]
+            z -= f.p[:, i, None, : i + 1] @ z
+            z.masked_fill_(~f.live[:, i, : i + 1, None], 0.0)
+            rows.append(z.view(*z.shape[:2], i + 1, d).permute(2, 0, 1, 3).contiguous())
+        return rows
 
     def ball(self, norm: str, token: int | None = None) -> _Ball:
         """The images of the unit ball of a norm at every stage; ``token`` for "one"."""
         n = self.n
         shape, rho, gram, linear_ = [], [], {}, {}
         for s in range(len(self.stages) + 1):
-            T = self.T[s, 0]
-            if norm == "all":
-                flat = self.T0[s].flatten(2)
-                S = flat @ flat.mT
-            elif norm == "one":
-                S = T[:, token] @ T[:, token].mT
-            else:
-                TT = T @ T.mT
-                alpha = (largest(TT) * _GROW).sqrt().clamp(min=1e-12)
-                S = alpha.sum(1)[:, None, None] * torch.einsum("imab,im->iab", TT, 1.0 / alpha)
+            S = torch.zeros(n, self.d, self.d, dtype=torch.float64)
+            for i, T in enumerate(self.T[s, 0]):
+                if norm == "all":
+                    S[i] = (T @ T.mT).sum(0)
+                elif norm == "token":
+                    TT = T @ T.mT
+                    alpha = (largest(TT) * _GROW).sqrt().clamp(min=1e-12)
+                    S[i] = alpha.sum() * torch.einsum("mab,m->ab", TT, 1.0 / alpha)
+                elif token is not None and token <= i:
+                    S[i] = T[token] @ T[token].mT
             shape.append(S)
             rho.append(largest(S).sqrt() * _GROW + self.gamma * self.frobenius[s, 0])
-            if s == len(self.stages) or not isinstance(self.stages[s].part, _Attention):
+            part = self.stages[s].part if s < len(self.stages) else None
+            if not isinstance(part, _Attention):
                 continue
-            columns = slice(None) if token is None or norm != "one" else slice(token, token + 1)
-            z = self._score_gradients(s, self.T0[s][:, :, columns])
-            if norm == "all":
-                z = z.flatten(3).unsqueeze(3)
-            gram[s] = torch.einsum("hijcl,hikcl->hicjk", z, z)
-            linear_[s] = z.norm(dim=-1).sum(-1) * _GROW
+            H = len(part.p)
+            parts = n if norm == "token" else 1
+            gram[s] = torch.zeros(H, n, parts, n, n, dtype=torch.float64)
+            linear_[s] = torch.zeros(H, n, n, dtype=torch.float64)
+            for i, z in enumerate(self.gradients[s, 0]):  # (m, H, j, l)
+                if norm == "one":
+                    z = z[token : token + 1] if token is not None else z[:0]
+                each = z @ z.mT  # (m, H, j, k)
+                each = each.transpose(0, 1) if norm == "token" else each.sum(0)[:, None]
+                gram[s][:, i, : each.shape[1], : i + 1, : i + 1] = each
+                long = each.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
+                linear_[s][:, i, : i + 1] = long.sum(1) * _GROW
         total = math.sqrt(n) if norm == "token" else 1.0
         return _Ball(shape, rho, gram, linear_, total)
 
@@ -643,14 +661,19 @@ class DecisionBound:
         for k, shape in enumerate(shapes):
             small = small + self.lengths[s, k + 1][:n, :n] @ shape.small
             if s == k + 1:  # T is the identity
-                at, image = shape.tokens, shape.S
-            else:
-                at, m = (torch.arange(n)[:, None] >= shape.tokens).nonzero(as_tuple=True)
-                T = self.T[s, k + 1][at, shape.tokens[m]]
-                image = T @ shape.S[m] @ T.mT
-            size = torch.einsum("paa->p", image).clamp(min=1e-300).sqrt()
-            total.index_add_(0, at, image / size[:, None, None])
-            long.index_add_(0, at, size)
+                size = torch.einsum("paa->p", shape.S).clamp(min=1e-300).sqrt()
+                total[shape.tokens] += shape.S / size[:, None, None]
+                long[shape.tokens] += size
+                continue
+            for i, T in enumerate(self.T[s, k + 1][:n]):
+                tokens = shape.tokens[shape.tokens <= i]
+                if len(tokens) == 0:
+                    continue
+                T = T if len(tokens) == len(T) else T[tokens]
+                image = T @ shape.S[: len(tokens)] @ T.mT
+                size = torch.einsum("paa->p", image).clamp(min=1e-300).sqrt()
+                total[i] += torch.einsum("pab,p->ab", image, 1.0 / size)
+                long[i] += size.sum()
         total = long[:, None, None] * total
         most = (largest(total) * _GROW + self.gamma * long.square()).sqrt()
         ball = small.square()[:, None, None] * torch.eye(d, dtype=torch.float64)
@@ -741,18 +764,23 @@ class DecisionBound:
         e = e + (p * e).sum(-1, keepdim=True)
         Z = r * ball.linear[s][:, :n, :n] + e
         # the ellipsoids of earlier remainders, jointly over a row, with the weights of their traces
-        gram, total = torch.zeros(*p.shape, n, dtype=p.dtype), torch.zeros_like(p[..., 0])
+        gram, total = p.new_zeros(*p.shape, n), torch.zeros_like(p[..., 0])
         for k, shape in enumerate(shapes):
-            z = self.gradients[s, k + 1][:, :n, :n, :n]  # (H, i, j, m, d)
-            small = z.norm(dim=-1) @ shape.small
-            e, Z = e + small, Z + small
-            z = z[:, :, :, shape.tokens]
-            moved = torch.einsum("hijml,mlk->hijmk", z, shape.S)
-            square = (z * moved).sum(-1).clamp(min=0.0)  # (H, i, j, m)
-            Z = Z + square.sqrt().sum(-1)
-            size = torch.einsum("hij,hijm->him", p, square).sqrt().clamp(min=1e-150)
-            gram = gram + torch.einsum("hijml,hikml->hijk", z, moved / size[:, :, None, :, None])
-            total = total + size.sum(-1)
+            for i, z in enumerate(self.gradients[s, k + 1][:n]):  # (m, H, j, d)
+                if bool((shape.small[: i + 1] > 0.0).any()):
+                    small = torch.einsum("mhj,m->hj", z.norm(dim=-1), shape.small[: i + 1])
+                    e[:, i, : i + 1] += small
+                    Z[:, i, : i + 1] += small
+                tokens = shape.tokens[shape.tokens <= i]
+                z = z if len(tokens) == len(z) else z[tokens]
+                moved = (z.flatten(1, 2) @ shape.S[: len(tokens)]).view(z.shape)
+                square = (z * moved).sum(-1).clamp(min=0.0)  # (m, H, j)
+                Z[:, i, : i + 1] += square.sqrt().sum(0)
+                size = torch.einsum("hj,mhj->mh", p[:, i, : i + 1], square).sqrt()
+                size = size.clamp(min=1e-150)
+                each = z @ (moved / size[:, :, None, None]).mT
+                gram[:, i, : i + 1, : i + 1] += each.sum(0)
+                total[:, i] += size.sum(0)
         gram = gram * total[..., None, None]
         Z = torch.where(live, Z * _GROW, 0.0)
         return _RowMoves(Z, torch.where(live, e, 0.0), product, gram)
@@ -859,44 +887,56 @@ class DecisionBound:
         norm, head = self.network.norm, self.network.head
         return _folded(norm, head.W).mT, _folded_bias(norm, head.W, head.b)
 
-    def gradients_at(self, t: int, ball_norm: str, token: int | None) -> "_Gradients":
-        """|g_ij|* and |a_ijst| of all rivals of position t."""
+    def gradients_at(self, t: int, norm: str, token: int | None) -> "_Gradients":
+        """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``."""
         rivals, (E, _) = self.rivals[t], self._logit_rows
-        first, behind, own, margins = [], [], [], []
+        S, one = len(self.stages), norm == "one"
+        first, behind = [], []
         for row, i in enumerate(rivals.kept.tolist()):
-            W = E[i] - E
-            if self.network.norm.kind == "layer":
-                W = W - W.mean(-1, keepdim=True)
-            W = (W + rivals.offsets[row][:, None] * rivals.h / self.d) / rivals.size
-            pull = [self._pulled(W, k, t) for k in range(len(self.stages) + 1)]
+            W = self._functionals(t, i, rivals.offsets[row], E)
+            # tokens that stay or are not read have lengths that matter to rounding alone
+            pull = [
+                self._pulled(W, k, t, t if k > self._mixing else (token or 0) if one else 0)
+                for k in range(S + 1)
+            ]
             g = pull[0]
-            if ball_norm == "all":
+            if norm == "all":
                 first.append(g.square().sum(-1).sqrt())
-            elif ball_norm == "token":
+            elif norm == "token":
                 first.append(g.sum(-1))
             else:
                 first.append(g[:, token])
             behind.append(torch.stack(pull[1:]))
-            margins.append(W)
-            own.append([W @ self.T[len(self.stages), k + 1][t, t] for k in range(len(self.stages))])
         slack = (rivals.vectors + rivals.offsets.abs()) / rivals.size
-        first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[
-            len(self.stages), 0
-        ] * (math.sqrt(self.n) if ball_norm == "token" else 1.0)
-        frobenius = [self.frobenius[len(self.stages), k] for k in range(1, len(self.stages) + 1)]
+        many = math.sqrt(self.n) if norm == "token" else 1.0
+        first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[S, 0] * many
+        frobenius = [self.frobenius[S, k] for k in range(1, S + 1)]
         loose = self.gamma * slack[:, None] * torch.tensor(frobenius, dtype=E.dtype)[None, :, None]
-        own_ = torch.stack([torch.stack(rows) for rows in own])
         behind_ = torch.stack(behind) * _GROW + loose[..., None]
-        return _Gradients(first_, behind_, own_, loose, torch.stack(margins))
+        return _Gradients(first_, behind_, loose)
 
-    def _pulled(self, W: Tensor, k: int, t: int) -> Tensor:
-        """|W_j T_tm| of every rival and token: (V, d) -> (V, t + 1)."""
-        T = self.last[k][t].reshape(self.d, self.n, self.d)[:, : t + 1]
-        lengths_ = [(W @ T[:, m]).norm(dim=-1) for m in range(t + 1)]
-        return torch.stack(lengths_, -1)
+    def _functionals(self, t: int, kept: Tensor | int, offsets: Tensor, E: Tensor) -> Tensor:
+        """Gradients of margins in the last stream's token, for rivals with rows E: (c, d)."""
+        rivals, (rows, _) = self.rivals[t], self._logit_rows
+        W = rows[kept] - E
+        if self.network.norm.kind == "layer":
+            W = W - W.mean(-1, keepdim=True)
+        functionals: Tensor = (W + offsets[:, None] * rivals.h / self.d) / rivals.size
+        return functionals
+
+    def _pulled(self, W: Tensor, k: int, t: int, start: int) -> Tensor:
+        """|W_j T_tm| of every rival and token, by |W_j| |T_tm|_F before ``start``: (V, t + 1)."""
+        S = len(self.stages)
+        before = lengths(W)[:, None] * self.lengths[S, k][t, :start]
+        exact = [(W @ block).norm(dim=-1, keepdim=True) for block in self.T[S, k][t][start:]]
+        return torch.cat((before, *exact), -1)
 
     def margin(self, t: int, gradients: "_Gradients", found: "_Remainders", r: float) -> Bound:
-        """The least lower bound of a margin of position t at radius r."""
+        """The least lower bound of a margin of position t at radius r.
+
+        All remainders are taken in balls first, and in their ellipsoids for the pairs whose bounds
+        are least: until no other one is negative, or one of these is.
+        """
         rivals = self.rivals[t]
         if t >= found.n or not bool(found.moves[-1][t].isfinite()):
             return Bound(-math.inf, 0, 0, {}, [])
@@ -907,58 +947,64 @@ class DecisionBound:
         bent = rho * rho / (2.0 * d * least * float(rivals.size)) * _GROW
         last_norm = (-rivals.offsets).clamp(min=0.0) * bent
         last_norm = last_norm + 2.0 * self.gamma * rivals.vectors * rho / rivals.size
+        known = gradients.first * r + last_norm
         # behind the last attention no token reaches another one
-        mixed = self._mixing
-        others = torch.stack([eta[:, :t] for eta in found.etas])
-        others[max(mixed, 0) :] = 0.0
-        behind, mine = gradients.behind, torch.stack([eta[:, t] for eta in found.etas])
-        lost = torch.einsum("kSvt,Spt->kSpv", behind[..., :t], others)
-        own = behind[:, :, None, :, t] * mine[..., None]
-        for s, shape in enumerate(found.shapes):
-            a = gradients.own[:, s]
-            along = torch.einsum("kva,pab,kvb->kpv", a, shape.parts[:, t], a).clamp(min=0.0)
-            along = along.sqrt() * _GROW + gradients.loose[:, s, None] * mine[s, :_SHAPED, None]
-            own[:, s, :_SHAPED] = torch.minimum(own[:, s, :_SHAPED], along)
-        lost = lost + own
-        total = (gradients.first * r + last_norm + lost.sum((1, 2))) * _GROW
-        low = rivals.margins - total
-        nearest = low.flatten().topk(min(_NEAREST, low.numel()), largest=False).indices
-        row, rival = nearest // low.shape[-1], nearest % low.shape[-1]
-        for s, shape in enumerate(found.shapes[: max(mixed, 0)]):
-            sharp = self._shaped_loss(gradients, s, t, row, rival, shape, others[s])
-            lost[row, s, :, rival] = sharp + own[row, s, :, rival]
-        sharp = lost[row, :, :, rival].sum((1, 2))
-        sharp = (gradients.first[row, rival] * r + last_norm[row, rival] + sharp) * _GROW
-        low[row, rival] = rivals.margins[row, rival] - sharp
-        i, j = divmod(int(low.argmin()), low.shape[-1])
-        parts = dict(zip(PARTS, lost[i, :, :, j].sum(0).tolist(), strict=True))
+        errors = torch.stack([eta[:, : t + 1] for eta in found.etas])  # (S, parts, m)
+        errors[max(self._mixing, 0) :, :, :t] = 0.0
+        balls = torch.einsum("kSvm,Sm->kv", gradients.behind, errors.sum(1))
+        low = (rivals.margins - (known + balls) * _GROW).flatten()
+        order, V = low.argsort(), rivals.margins.shape[-1]
+        worst, least_margin = None, math.inf
+        for begin in range(0, len(order), _NEAREST):
+            near = order[begin : begin + _NEAREST]
+            if worst is not None and (float(low[near[0]]) > 0.0 or least_margin <= 0.0):
+                break
+            row, rival = near // V, near % V
+            lost = self._losses(gradients, t, row, rival, found, errors)  # (pairs, S, parts)
+            total = (known[row, rival] + lost.sum((1, 2))) * _GROW
+            low[near] = rivals.margins[row, rival] - total
+            at = int(low[near].argmin())
+            if float(low[near[at]]) < least_margin:
+                least_margin, worst = float(low[near[at]]), (int(row[at]), int(rival[at]), lost[at])
+        assert worst is not None
+        i, j, by_stage = worst
+        least_margin = float(low.amin())
+        parts = dict(zip(PARTS, by_stage.sum(0).tolist(), strict=True))
         parts |= {"gradient": float(gradients.first[i, j]) * r}
         parts |= {"last norm": float(last_norm[i, j])}
         # the margin is that of the text's size: another size divides it
-        least_margin, size = float(low[i, j]), float(rivals.size)
+        size = float(rivals.size)
         other = size + math.copysign(rho / math.sqrt(d), least_margin)
         least_margin *= size / other * (1.0 - math.copysign(1e-9, least_margin))
-        return Bound(least_margin, i, j, parts, lost[i, :, :, j].sum(1).tolist())
+        return Bound(least_margin, i, j, parts, by_stage.sum(1).tolist())
 
-    def _shaped_loss(
+    def _losses(
         self,
         gradients: "_Gradients",
-        s: int,
         t: int,
         row: Tensor,
         rival: Tensor,
-        shape: "_Shaped",
+        found: "_Remainders",
         errors: Tensor,
     ) -> Tensor:
-        """What pairs (c,) lose by stage s at tokens before t, by part: (c, parts)."""
-        T = self.last[s + 1][t].reshape(self.d, self.n, self.d)[:, :t]
-        a = torch.einsum("ca,amb->mcb", gradients.margins[row, rival], T)
-        balls = gradients.behind[row, s, rival, :t, None] * errors.mT  # (c, m, parts)
-        square = ((a @ shape.parts[:, :t]) * a).sum(-1).clamp(min=0.0)  # (parts, m, c)
-        along = square.sqrt().permute(2, 1, 0) * _GROW
-        along = along + gradients.loose[row, s, rival][:, None, None] * errors[:_SHAPED].mT
-        balls[..., :_SHAPED] = torch.minimum(balls[..., :_SHAPED], along)
-        return balls.sum(1)
+        """What the margins of pairs (c,) lose, by stage and part: (c, S, parts)."""
+        lost = torch.zeros(len(row), *errors.shape[:2], dtype=errors.dtype)
+        rivals, (E, _) = self.rivals[t], self._logit_rows
+        W = self._functionals(t, rivals.kept[row], rivals.offsets[row, rival], E[rival])
+        for s, shape in enumerate(found.shapes):
+            (m,) = errors[s].sum(0).nonzero(as_tuple=True)
+            if len(m) == 0:
+                continue
+            a = W @ self.T[len(self.stages), s + 1][t][m]  # (m, c, d)
+            behind, error = gradients.behind[row, s, rival][:, m, None], errors[s][:, m].mT
+            balls = behind * error  # (c, m, parts)
+            square = ((a @ shape.parts[:, m]) * a).sum(-1).clamp(min=0.0)  # (parts, m, c)
+            along = square.sqrt().permute(2, 1, 0) * _GROW
+            loose = gradients.loose[row, s, rival][:, None, None]
+            along = along + loose * error[..., :_SHAPED]
+            balls[..., :_SHAPED] = torch.minimum(balls[..., :_SHAPED], along)
+            lost[:, s] = balls.sum(1)
+        return lost
 
 
 class _Gradients(NamedTuple):
@@ -966,12 +1012,8 @@ class _Gradients(NamedTuple):
     """(K, V)."""
     behind: Tensor
     """(K, S, V, t + 1)."""
-    own: Tensor
-    """a_ijst itself, of the token at the position: (K, S, V, d)."""
     loose: Tensor
-    """Its error: (K, S, V)."""
-    margins: Tensor
-    """Of the last stream's token: (K, V, d)."""
+    """Their error: (K, S, V)."""
 
 
 class _Remainders(NamedTuple):
@@ -1084,6 +1126,21 @@ class _RowMoves(NamedTuple):
         return _RowMoves(Z, e, product, torch.where(rows[..., None], self.gram, 0.0))
 
 
+def _composed(J: Tensor, T: Tensor, d: int, *, meet: bool) -> Tensor:
+    """J T of causal Jacobians, lower triangular by tokens of width d; without ``meet`` J is one
+    block per token."""
+    size = len(J)
+    if not meet:
+        own = J.view(size // d, d, size // d, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return (own @ T.view(size // d, d, size)).view(size, size)
+    product, step = torch.zeros_like(T), _TOGETHER * d
+    for i in range(0, size, step):
+        for m in range(0, i + 1, step):
+            block = J[i : i + step, m : i + step] @ T[m : i + step, m : m + step]
+            product[i : i + step, m : m + step] = block
+    return product
+
+
 def _alive(good: Tensor) -> int:
     """The number of tokens before the first that is not good."""
     return int(good.to(torch.int64).cumprod(0).sum())
@@ -1102,8 +1159,11 @@ def _minkowski(S: Tensor, size: Tensor, other: Tensor, more: Tensor, ridge: floa
 
 def _root(S: Tensor) -> Tensor:
     """R with R R^T = S up to rounding that the ridge of S exceeds."""
-    values, vectors = torch.linalg.eigh(S)
-    root: Tensor = vectors * values.clamp(min=0.0).sqrt()
+    root: Tensor
+    root, failed = torch.linalg.cholesky_ex(S)
+    if bool(failed):
+        values, vectors = torch.linalg.eigh(S)
+        root = vectors * values.clamp(min=0.0).sqrt()
     return root
 
 
@@ -1208,6 +1268,51 @@ class Radius(NamedTuple):
     """At the certified radius."""
 
 
+class _Search:
+    """The search of one position on the grid of radii _STEP^k: certified at ``low``, not at
+    ``high``."""
+
+    def __init__(self, margins: Tensor, gradients: _Gradients) -> None:
+        self.gradients = gradients
+        ratio = torch.where(
+            margins.isfinite(), margins / gradients.first.clamp(min=1e-300), torch.inf
+        )
+        first_order, at = float(ratio.amin()), int(ratio.argmin()) % ratio.shape[-1]
+        self.margin = float(margins.amin())
+        self.best = Radius(0.0, max(first_order, 0.0), at, None)
+        self.low, self.high = _FLOOR, _grid(first_order) + 1
+        self.stride = _STRIDE
+        self.bounds: dict[int, float] = {}
+        """Of the margin, at the radii that were tried."""
+
+    @property
+    def open(self) -> bool:
+        return self.best.first_order > 0.0 and self.high - self.low > 1
+
+    def next_step(self) -> int:
+        """Away from what is known in growing strides, then by interpolation of the loss."""
+        low, high = self.low, self.high
+        if not self.bounds:
+            step = _grid(self.best.first_order / 8.0)
+        elif low not in self.bounds or high not in self.bounds:
+            step = low + self.stride if low in self.bounds else high - self.stride
+            self.stride *= 2
+        else:
+            share, ends = 0.5, (self.margin - self.bounds[low], self.margin - self.bounds[high])
+            if 0.0 < ends[0] < self.margin < ends[1] < math.inf:
+                share = math.log(self.margin / ends[0]) / math.log(ends[1] / ends[0])
+            step = low + round(min(max(share, 0.2), 0.8) * (high - low))
+        return min(max(step, low + 1), high - 1)
+
+    def take(self, step: int, bound: Bound) -> None:
+        self.bounds[step] = bound.lower
+        if bound.lower > 0.0:
+            self.low = step
+            self.best = self.best._replace(certified=_STEP**step / _GROW, bound=bound)
+        else:
+            self.high = step
+
+
 def certified_radii(
     bound: DecisionBound,
     norm: str,
@@ -1217,45 +1322,33 @@ def certified_radii(
 ) -> dict[int, Radius]:
     """The certified radius of each position, up to a factor of _STEP below it.
 
-    Radii are tried on one grid, so positions share their remainders. After ``deadline``, by
-    time.monotonic, what is known by then is returned.
+    Radii are tried on one grid, and the remainders of each serve all positions that it may decide;
+    those of "one" are of another ball at each position. After ``deadline``, by time.monotonic,
+    what is known by then is returned.
     """
     if norm not in NORMS:
         raise ValueError(f"a decision is certified in norm {', '.join(NORMS)}, got {norm!r}.")
     found: dict[int, Radius] = {}
-    known: dict[int, _Remainders] = {}
-    ball = None if norm == "one" else bound.ball(norm)
-    last: int | None = None
-    for done, t in enumerate(positions):
-        if progress is not None:
-            progress(done)
-        if norm == "one":
-            known, ball = {}, bound.ball(norm, t)
-        assert ball is not None
-        gradients = bound.gradients_at(t, norm, t if norm == "one" else None)
-        margins = bound.rivals[t].margins
-        ratio = torch.where(
-            margins.isfinite(), margins / gradients.first.clamp(min=1e-300), torch.inf
-        )
-        first_order, at = float(ratio.amin()), int(ratio.argmin()) % ratio.shape[-1]
-        best = Radius(0.0, max(first_order, 0.0), at, None)
-        low, high = _FLOOR, _grid(first_order) + 1
-        middle = _grid(first_order / 16.0) if last is None else last
-        while high - low > 1 and first_order > 0.0 and time.monotonic() < deadline:
-            middle = min(max(middle, low + 1), high - 1)
-            r = _STEP**middle
-            if middle not in known:
-                known[middle] = bound.remainders(ball, r, t + 1 if norm == "one" else None)
-            here = bound.margin(t, gradients, known[middle], r)
-            if here.lower > 0.0:
-                low, best = middle, Radius(r / _GROW, first_order, at, here)
-            else:
-                high = middle
-            inside = low > _FLOOR and high <= _grid(first_order)
-            stride = _STRIDE if here.lower > 0.0 else -_STRIDE
-            middle = (low + high) // 2 if inside else middle + stride
-        last = low if low > _FLOOR else None
-        found[t] = best
+    for together in [[t] for t in positions] if norm == "one" else [positions]:
+        token = together[0] if norm == "one" else None
+        ball = bound.ball(norm, token)
+        searches = {
+            t: _Search(bound.rivals[t].margins, bound.gradients_at(t, norm, token))
+            for t in together
+        }
+        while left := [t for t in together if searches[t].open]:
+            if progress is not None:
+                progress(len(found) + len(together) - len(left))
+            if time.monotonic() >= deadline:
+                break
+            step = searches[left[0]].next_step()
+            r = _STEP**step
+            remainders = bound.remainders(ball, r, max(left) + 1)
+            for t in left:
+                search = searches[t]
+                if search.low < step < search.high:
+                    search.take(step, bound.margin(t, search.gradients, remainders, r))
+        found |= {t: search.best for t, search in searches.items()}
     return found
 
 

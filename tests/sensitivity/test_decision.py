@@ -129,7 +129,10 @@ def jacobians(net: DecisionNetwork, X: Tensor) -> list[Tensor]:
 def test_the_composed_jacobian_is_that_of_autograd(kind: str) -> None:
     net, X = network(kind)
     bound = DecisionBound(net, X)
-    torch.testing.assert_close(bound.last[0], jacobian(Chain(net.stages), X))
+    composed = torch.zeros(4, 6, 4, 6, dtype=torch.float64)
+    for i, row in enumerate(bound.T[len(net.stages), 0]):
+        composed[i, :, : i + 1] = row.transpose(0, 1)
+    torch.testing.assert_close(composed, jacobian(Chain(net.stages), X))
     t, i = 3, int(net(X)[3].argmax())
 
     def sized(Y: Tensor) -> Tensor:
@@ -498,7 +501,9 @@ def test_earlier_remainders_are_seen_in_their_ellipsoids() -> None:
     along = torch.einsum("ma,pmab,mb->pm", a, shape.parts[:, :t], a).sqrt()
     balls[:-1] = torch.minimum(balls[:-1], along)
     one = torch.tensor([0]), torch.tensor([j])
-    lost = bound._shaped_loss(gradients, s, t, *one, shape, eta)[0]
+    errors = torch.zeros(len(net.stages), len(PARTS), t + 1, dtype=torch.float64)
+    errors[s, :, :t] = eta
+    lost = bound._losses(gradients, t, *one, found, errors)[0, s]
     torch.testing.assert_close(lost, balls.sum(-1), rtol=1e-6, atol=1e-15)
 
 
