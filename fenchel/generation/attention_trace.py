@@ -50,7 +50,6 @@ from fenchel.attention.reference import cap, logits, product
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Choice, Softmax
 from fenchel.choice.base import require_simplex
-from fenchel.config import did_you_mean
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.attention import layer_choice
 from fenchel.model.forward_context import Observer
@@ -99,71 +98,6 @@ class TraceSettings:
         if chosen is not None:
             return tuple(sorted(set(chosen)))
         return tuple(layer for layer in range(config.layers) if not config.is_delta(layer))
-
-
-TRACE_FIELDS = ("entropy", "attention", "sensitivity", "confidence")
-
-
-def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
-    """The settings of a request, from plain values that may be anything.
-
-    >>> config = ModelConfig(vocabulary=9, layers=2)
-    >>> trace_settings({"attention": {"layers": [1], "top": 4}}, config).layers(config)
-    (1,)
-    """
-    fields = _fields(value, "fenchel", TRACE_FIELDS)
-    switches = {name: fields.get(name, False) for name in ("entropy", "sensitivity", "confidence")}
-    for name, on in switches.items():
-        if not isinstance(on, bool):
-            raise ValueError(f"fenchel.{name} should be true or false.")
-    attention, chosen = fields.get("attention"), None
-    if attention is not None and attention is not False:
-        chosen = _attention_settings({} if attention is True else attention, config)
-    settings = TraceSettings(attention=chosen, **switches)
-    if settings.observes and config.sinks and config.sink_score == "token":
-        raise ValueError(
-            "the sinks of this model are computed from its stream, which the keys in a cache do "
-            "not show: the attention of new tokens is not traced."
-        )
-    return settings
-
-
-def _attention_settings(value: object, config: ModelConfig) -> TraceAttention:
-    where = "fenchel.attention"
-    fields = _fields(value, where, ("layers", "heads", "top"))
-    layers, heads, top = fields.get("layers", "all"), fields.get("heads", "mean"), fields.get("top")
-    top = 8 if top is None else top
-    if layers != "all":
-        if not isinstance(layers, list) or not 1 <= len(layers) <= config.layers:
-            raise ValueError(
-                f'{where}.layers should be "all" or a list of 1 to {config.layers} numbers.'
-            )
-        if not all(type(layer) is int and 0 <= layer < config.layers for layer in layers):
-            raise ValueError(
-                f"{where}.layers should be whole numbers from 0 to {config.layers - 1}."
-            )
-    if heads not in ("mean", "all"):
-        raise ValueError(f'{where}.heads should be "mean" or "all".')
-    if type(top) is not int or not 1 <= top <= MOST_TOP:
-        raise ValueError(f"{where}.top should be a whole number from 1 to {MOST_TOP}.")
-    count = config.layers if layers == "all" else len(layers)
-    weights = count * (1 + config.heads if heads == "all" else 1) * top
-    if weights > MOST_WEIGHTS:
-        raise ValueError(
-            f"{where} asks for {weights:,} weights per token and gets {MOST_WEIGHTS:,} at most; "
-            "name fewer layers or a smaller top."
-        )
-    return TraceAttention(layers=None if layers == "all" else tuple(layers), heads=heads, top=top)
-
-
-def _fields(value: object, where: str, known: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} should be an object.")
-    for name in value:
-        if name not in known:
-            hint = did_you_mean(str(name)[:40], known)
-            raise ValueError(f"{where} has no field {str(name)[:40]!r}; {hint}")
-    return value
 
 
 class TokenCalibration(NamedTuple):

@@ -143,6 +143,10 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, headers)
 
 
+def _queue_full(message: str, retry_after: float = 1.0) -> ApiError:
+    return ApiError(message, status=429, code="queue_full", retry_after=retry_after)
+
+
 def _json(value: Mapping[str, Any]) -> bytes:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="replace")
@@ -268,17 +272,12 @@ class Exchange:
             for number, request in enumerate(self.call.requests):
                 on_update = partial(self._relay.put, self, number)
                 self._tickets.append(engine.submit(request, on_update))
-        except QueueFull as error:
+        except (QueueFull, ValueError, RuntimeError) as error:
             self.close()
-            raise ApiError(
-                str(error), status=429, code="queue_full", retry_after=error.retry_after
-            ) from None
-        except ValueError as error:
-            self.close()
-            raise ApiError(str(error)) from None
-        except RuntimeError as error:
-            self.close()
-            raise ApiError(str(error), status=503) from None
+            if isinstance(error, QueueFull):
+                raise _queue_full(str(error), error.retry_after) from None
+            status = 400 if isinstance(error, ValueError) else 503
+            raise ApiError(str(error), status=status) from None
         self._listener = asyncio.create_task(self._listen(receive))
         loop = asyncio.get_running_loop()
         self._timers = [loop.call_later(self._settings.queue_seconds, self._waited)]
@@ -442,18 +441,19 @@ class App:
                 )
             )
         middleware.append(Middleware(ServerGuard, settings=settings))
+        post = partial(Route, methods=["POST"])
         self.asgi = Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/detokenize", self._detokenize, methods=["POST"]),
-                Route("/lens", self._lens, methods=["POST"]),
+                post("/v1/completions", partial(self._generate, parse=completion_call)),
+                post("/v1/chat/completions", partial(self._generate, parse=chat_call)),
+                post("/v1/embeddings", self._embeddings),
+                post("/tokenize", partial(self._respond, parse=tokenize)),
+                post("/detokenize", partial(self._respond, parse=detokenize)),
+                post("/lens", self._lens),
                 Route("/tokenizer_info", self._tokenizer_info),
                 Route("/metrics", self._metrics),
             ],
@@ -526,12 +526,6 @@ class App:
         require_model(request.path_params["name"], self.served)
         return json_response(model_card(self.served))
 
-    async def _completions(self, request: HttpRequest) -> Response:
-        return await self._generate(request, completion_call)
-
-    async def _chat(self, request: HttpRequest) -> Response:
-        return await self._generate(request, chat_call)
-
     async def _generate(
         self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Call]
     ) -> Response:
@@ -568,12 +562,7 @@ class App:
     ) -> T:
         """What ``parse`` makes of the body, in another thread; of a conversation, in its pool."""
         if self._reading >= MOST_BODIES:
-            raise ApiError(
-                f"{self._reading} bodies are read already.",
-                status=429,
-                code="queue_full",
-                retry_after=1.0,
-            )
+            raise _queue_full(f"{self._reading} bodies are read already.")
         self._reading += 1
         try:
             body = await read_body(request)
@@ -603,12 +592,7 @@ class App:
     def _waiting(self) -> Iterator[None]:
         """Context manager: a request for the thread of the embeddings, of which some may wait."""
         if self._embedding >= self.settings.embedding_queue:
-            raise ApiError(
-                f"{self._embedding} requests for embeddings wait already.",
-                status=429,
-                code="queue_full",
-                retry_after=1.0,
-            )
+            raise _queue_full(f"{self._embedding} requests for embeddings wait already.")
         self._embedding += 1
         try:
             yield
@@ -625,11 +609,10 @@ class App:
             laws = await loop.run_in_executor(self.embedder.thread, read)
         return json_response(call.response(laws, self.served))
 
-    async def _tokenize(self, request: HttpRequest) -> Response:
-        return json_response(await self._parsed(request, tokenize))
-
-    async def _detokenize(self, request: HttpRequest) -> Response:
-        return json_response(await self._parsed(request, detokenize))
+    async def _respond(
+        self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Any]
+    ) -> Response:
+        return json_response(await self._parsed(request, parse))
 
     async def _tokenizer_info(self, _: HttpRequest) -> Response:
         return json_response(tokenizer_info(self.served))
