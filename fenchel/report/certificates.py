@@ -15,28 +15,24 @@ from fenchel.inspection_result import (
     DecisionCertification,
     LayerCertificate,
 )
+from fenchel.report.heat_map import heat_values, span_edges, span_sums, token_map
 from fenchel.report.html import (
     Html,
     Section,
     clean,
-    document,
-    duration,
     element,
     format_bound,
     format_number,
-    heat_map,
-    heat_values,
     join,
     json_numbers,
     method_section,
     notes,
-    page_header,
     picture,
     pluralise,
     shorten,
+    subject_page,
     table,
 )
-from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles, span_tokens
 from fenchel.report.measures import (
     CERTIFICATE,
     DECISION,
@@ -55,13 +51,14 @@ _TOP = 3  # tokens of a witness in the table
 
 def render(result: Certification) -> str:
     """The whole page as text."""
-    name = shorten(clean(str(result.subject["name"])), 200)
-    return document(
-        title=f"{name} certified · fenchel",
-        header=_header(result, name),
-        sections=[certificates(result.certificates, result.tokens), _method(result)],
-        views=("heat_map.js",),
+    of_layer, _ = _LEVELS[result.certificates.level]
+    sentence = (
+        f"{result.subject['family']}: {of_layer}s certified over a ball of radius "
+        f"{result.certificates.radius:g} about the first "
+        f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
     )
+    sections = [certificates(result.certificates, result.tokens), _method(result)]
+    return subject_page("certificates", "certified", result.subject, sentence, sections)
 
 
 def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
@@ -91,7 +88,12 @@ def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
         edges = span_edges(len(tokens), _COLUMNS)
         pictures = {
             "certificates": _ends_picture(layers),
-            "witnesses": _moves_picture(layers, tokens, edges),
+            "witnesses": token_map(
+                [f"layer {layer.layer}" for layer in layers],
+                tokens,
+                edges,
+                [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers])],
+            ),
         }
         moves = (
             "The share of each token in the squared distance from the text's own input to the "
@@ -126,7 +128,6 @@ _MOVES = {
 
 def render_decisions(result: DecisionCertification) -> str:
     """The page of certified decisions."""
-    name = shorten(clean(str(result.subject["name"])), 200)
     sentence = (
         f"{result.subject['family']}: decisions certified at "
         f"{pluralise(len(result.rows), 'position')} of {shorten(clean(result.text), 80)}."
@@ -142,14 +143,10 @@ def render_decisions(result: DecisionCertification) -> str:
     tables = {
         "subject": result.subject,
         "settings": {"text": result.text, "norm": result.norm, "keep": result.keep},
-        "time": {key: duration(value) for key, value in result.seconds.items()},
     }
-    return document(
-        title=f"{name} certified · fenchel",
-        header=page_header("decisions", name, sentence),
-        sections=[decisions(result), method_section("How it was computed", about, tables)],
-        views=("heat_map.js",),
-    )
+    method = method_section("How it was computed", about, tables, result.seconds)
+    sections = [decisions(result), method]
+    return subject_page("decisions", "certified", result.subject, sentence, sections)
 
 
 def decisions(result: DecisionCertification) -> Section:
@@ -205,16 +202,6 @@ def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     return {"view": "intervals", "rows": rows}
 
 
-def _header(result: Certification, name: str) -> Html:
-    of_layer, _ = _LEVELS[result.certificates.level]
-    sentence = (
-        f"{result.subject['family']}: {of_layer}s certified over a ball of radius "
-        f"{result.certificates.radius:g} about the first "
-        f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
-    )
-    return page_header("certificates", name, sentence)
-
-
 def _verdict(data: Certificates, of_layer: str) -> str:
     """How close upper and lower are, and the radius beside the length of a token."""
     bounded = [layer for layer in data.layers if layer.refused is None and layer.ratio is not None]
@@ -258,18 +245,6 @@ def _ends_picture(layers: Sequence[LayerCertificate]) -> dict[str, Any]:
     return {"view": "intervals", "rows": rows}
 
 
-def _moves_picture(
-    layers: Sequence[LayerCertificate], tokens: Sequence[str], edges: Sequence[int]
-) -> dict[str, Any]:
-    return heat_map(
-        [f"layer {layer.layer}" for layer in layers],
-        span_tokens(tokens, edges),
-        [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers])],
-        across="token",
-        titles=span_titles(tokens, edges),
-    )
-
-
 def _witnesses(layers: Sequence[LayerCertificate], tokens: Sequence[str]) -> Html:
     rows = [(str(layer.layer), *top_tokens(layer.moved, tokens, _TOP)) for layer in layers]
     head = ("layer", *(f"moves most, {i + 1}" for i in range(_TOP)))
@@ -288,6 +263,5 @@ def _method(result: Certification) -> Section:
     )
     settings = {"text": result.text, "device": result.device, "seed": result.seed}
     settings |= {"radius": data.radius, "norm": data.norm}
-    spent = {name: duration(value) for name, value in result.seconds.items()}
-    tables = {"subject": result.subject, "settings": settings, "time": spent}
-    return method_section("How it was computed", sentence, tables)
+    tables = {"subject": result.subject, "settings": settings}
+    return method_section("How it was computed", sentence, tables, result.seconds)
