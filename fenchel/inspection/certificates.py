@@ -45,6 +45,7 @@ from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import Certificates, HeadCertificate, LayerCertificate
+from fenchel.model import Transformer
 from fenchel.model.attention import GATE_ACTIVATIONS, Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -89,14 +90,14 @@ class Search(NamedTuple):
 SEARCH = Search()
 
 
-def layer_count(model: InspectedModel) -> int:
-    """The number of layers that can be certified; refuses models of transformers."""
+def transformer_of(model: InspectedModel) -> Transformer:
+    """The Transformer that can be certified; refuses models of transformers."""
     if not isinstance(model, OurModel):
         raise ValueError(
             f"{model.name} is read through transformers; certificates cover runs and the families "
             "that fenchel reads itself (fenchel list families)."
         )
-    return model.model.config.layers
+    return model.model
 
 
 def certify_layers(
@@ -110,9 +111,7 @@ def certify_layers(
     progress: ProgressCallback,
 ) -> Certificates:
     """Certificates of the layers with indices ``layers`` on ids (1, T)."""
-    layer_count(model)
-    assert isinstance(model, OurModel)
-    records = record_pass(model.model, ids).records
+    records = record_pass(transformer_of(model), ids).records
     certificates = []
     for done, index in enumerate(layers):
         progress("certificates", done, len(layers))

@@ -18,9 +18,8 @@ from fenchel.attention import AttentionCall
 from fenchel.attention.statistics import pack_weights
 from fenchel.data import ProgressCallback
 from fenchel.data.token_files import no_progress
-from fenchel.inspection.blocks import measure_block
-from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
-from fenchel.inspection.end_to_end import network
+from fenchel.inspection.blocks import measure_block, network
+from fenchel.inspection.certificates import SEARCH, Search, certify_layers, transformer_of
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.precision import precision
@@ -72,7 +71,7 @@ def inspect(
     """
     if radius is not None:
         Ball.of(radius, norm, 1)  # a wrong radius, norm or model is refused before it runs
-        layer_count(model)
+        transformer_of(model)
     text = tokenize_text(model, source, max_tokens)
     clock, report = _Clock(), progress or no_progress
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +151,7 @@ def certify_model(
     ``search.blocks``, in the norm "fro" or "token"; ``layers`` select by numbers from 1.
     """
     Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
-    chosen = _chosen(layers, layer_count(model), "layer")
+    chosen = _chosen(layers, transformer_of(model).config.layers, "layer")
     text = tokenize_text(model, source, max_tokens)
     clock = _Clock()
     model.model.to(device)

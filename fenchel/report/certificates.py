@@ -192,14 +192,17 @@ def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     rows = []
     for row in result.rows:
         inside = row.first_order if row.first_order < row.attacked else math.nan
-        centre, lower, upper = json_numbers((inside, row.certified, row.attacked))
-        texts = [format_bound(row.certified, up=False)]
-        found = row.ratio is not None
-        texts.append(format_bound(row.attacked, up=True) if found else "none found")
+        upper = "none found" if row.ratio is None else format_bound(row.attacked, up=True)
         name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
-        numbers = {"centre": centre, "lower": lower, "upper": upper}
-        rows.append({"name": name, **numbers, "texts": texts})
+        texts = (format_bound(row.certified, up=False), upper)
+        rows.append(_interval(name, (inside, row.certified, row.attacked), texts))
     return {"view": "intervals", "rows": rows}
+
+
+def _interval(name: str, numbers: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    """A row of a picture: centre, lower and upper end, and both ends in words."""
+    centre, lower, upper = json_numbers(numbers)
+    return {"name": name, "centre": centre, "lower": lower, "upper": upper, "texts": texts}
 
 
 def _verdict(data: Certificates, of_layer: str) -> str:
@@ -230,18 +233,10 @@ def _ends_picture(layers: Sequence[LayerCertificate]) -> dict[str, Any]:
     measures = {one.name: one for one in CERTIFICATE}
     rows = []
     for layer in layers:
-        ends = ("at the text", "lower", "upper")
-        centre, lower, upper = json_numbers(measures[name].number(layer) for name in ends)
-        texts = [measures["lower"].text(layer), measures["upper"].text(layer)]
-        rows.append(
-            {
-                "name": f"layer {layer.layer}",
-                "centre": centre,
-                "lower": lower,
-                "upper": upper,
-                "texts": texts if layer.upper is not None else [texts[0], "no bound"],
-            }
-        )
+        ends = [measures[name].number(layer) for name in ("at the text", "lower", "upper")]
+        upper = "no bound" if layer.upper is None else measures["upper"].text(layer)
+        texts = (measures["lower"].text(layer), upper)
+        rows.append(_interval(f"layer {layer.layer}", ends, texts))
     return {"view": "intervals", "rows": rows}
 
 
