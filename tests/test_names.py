@@ -31,7 +31,6 @@ ELSEWHERE = {
     "generation/plain_decoder": "generation/test_cpu_step.py",
     "generation/steps": "generation/test_decoder.py",
     "hf/verification": "hf/test_adapter_attach.py",
-    "inspection/loader": "inspection/test_refusals.py",
     "inspection/recorder": "inspection/test_foreign_model.py",
     "inspection_result": "inspection/test_run.py",
     "inspection/trace": "inspection/test_foreign_model.py",

@@ -62,7 +62,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fenchel.files import printable
 from fenchel.generation import Request, Sampling, Update
 from fenchel.generation.scheduler import TurnFacts
-from fenchel.server.embeddings import Embedder
+from fenchel.model import Transformer
+from fenchel.server.embeddings import embed
 from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
 from fenchel.server.guard import Guard
 from fenchel.server.metrics import CONTENT_TYPE, Metrics
@@ -409,7 +410,7 @@ class App:
         self,
         served: ServedModel,
         engine: Engine | None,
-        embedder: Embedder,
+        model: Transformer,
         relay: Relay,
         settings: ServerSettings,
         lens: LayerLaws | None = None,
@@ -420,11 +421,12 @@ class App:
         the modules of the engine's model.
         """
         self.lens = lens
-        self.served, self.engine, self.embedder = served, engine, embedder
+        self.served, self.engine, self.model = served, engine, model
         self.relay, self.settings = relay, settings
         self._embedding = 0
         self._reading = 0
         self._templates = ThreadPoolExecutor(2, "chat template")
+        self._beside = ThreadPoolExecutor(1, "fenchel-embeddings")
         relay.on_end = self._check_engine
         if engine is not None:
             relay.metrics.watch(engine)
@@ -474,7 +476,7 @@ class App:
         self._templates.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close, 0.0)
-        await asyncio.to_thread(self.embedder.close)
+        await asyncio.to_thread(self._beside.shutdown, cancel_futures=True)
 
     def _check_engine(self) -> None:
         if self.engine is not None and self.engine.failure is not None:
@@ -580,9 +582,7 @@ class App:
             for ids in call.inputs:
                 if await request.is_disconnected():
                     return Response(status_code=CLIENT_LEFT)
-                vectors.append(
-                    await loop.run_in_executor(self.embedder.thread, self.embedder.embed, ids)
-                )
+                vectors.append(await loop.run_in_executor(self._beside, embed, self.model, ids))
         answer = call.response(vectors)
         milliseconds = round(1e3 * (time.monotonic() - started), 1)
         _print_line("/v1/embeddings", status=200, **answer["usage"], ms=milliseconds)
@@ -606,7 +606,7 @@ class App:
         with self._waiting():
             read = partial(self.lens, call.ids, call.next, top=call.top)
             loop = asyncio.get_running_loop()
-            laws = await loop.run_in_executor(self.embedder.thread, read)
+            laws = await loop.run_in_executor(self._beside, read)
         return json_response(call.response(laws, self.served))
 
     async def _respond(
