@@ -36,7 +36,7 @@ from fenchel.data import TextTokenizer
 from fenchel.files import CHECKPOINTS, Notice, printable, read_regular
 from fenchel.hub_cache import find_checkpoint, require_checkpoint
 from fenchel.model.config import ModelConfig
-from fenchel.model.families import Family, family_of
+from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import AdapterWeights, adapters, add_lora, merge
 from fenchel.model.transformer import Transformer, meta_model
@@ -134,7 +134,10 @@ def _load(
             files = read_files(model_files(path), _BESIDE)
     elif has_file(path, CONFIG):
         directory = open_directory(path)
-        family, config, weights = _read_family(directory, dtype)
+        where = directory.config_path
+        family = family_of(directory.model_type, directory.tensors, where, directory.config)
+        config = family.read(directory.config, directory.tensors, where)
+        weights = read_weights(directory, family, config, dtype)
         files = read_files(path, _BESIDE)
         if family.inner:  # the text model is one of its own from here on
             files[CONFIG] = json.dumps(own_settings(directory, family)).encode()
@@ -186,12 +189,3 @@ def _warn_of_loss(settings: Path) -> None:
             Notice,
             stacklevel=4,
         )
-
-
-def _read_family(
-    directory: CheckpointDirectory, dtype: torch.dtype | None
-) -> tuple[Family, ModelConfig, dict[str, torch.Tensor]]:
-    where = directory.config_path
-    family = family_of(directory.model_type, directory.tensors, where, directory.config)
-    config = family.read(directory.config, directory.tensors, where)
-    return family, config, read_weights(directory, family, config, dtype)

@@ -11,12 +11,13 @@ layer by layer, and so are matrices that a family stores transposed (GPT-2) or i
 of everything.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.checkpoints.directory import (
     DTYPES,
@@ -174,6 +175,16 @@ def require_enough_tensors(
                 f"{directory.path}: {size} for {what} does not fit the files, "
                 f"whose largest tensor has {largest} bytes."
             )
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """The SHA-256 of the name, shape and sum of every parameter, of its bits in bfloat16."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).flatten().view(torch.int16)
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(parameter.shape)} {total}\n".encode())
+    return digest.hexdigest()
 
 
 def _require_tensors(

@@ -1,6 +1,5 @@
 """fenchel ablate: what the loss becomes without a head, a layer's attention or its MLP."""
 
-import json as json_format
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,19 @@ from typing import Any
 from rich.table import Table
 
 from fenchel.cli.console import (
-    Console,
     Device,
     Json,
+    MeasuredPage,
     ModelPath,
     TextStart,
     Whole,
     device_and_dtype,
     plain_table,
     require_inputs,
+    stages,
     text_path,
 )
-from fenchel.cli.inspect import show
-from fenchel.files import require_page, write_atomic
 
-PAGE = Path("ablation.html")
 _ROWS = 20
 _PARTS = {"head": "heads", "attention": "attention of a layer", "mlp": "MLP of a layer"}
 
@@ -57,15 +54,11 @@ def run(
     max_tokens
         Tokens of the text that the loss is measured on.
     """
-    target = out if json else out or PAGE
-    if target is not None:
-        require_page(target, reads=[directory, text_path(text)])
+    page = MeasuredPage(out, "ablation.html", json=json, reads=[directory, text_path(text)])
     if exact is not None and exact < 1:
         raise ValueError(f"--exact {exact} should be 1 or more.")
     require_inputs(directory, text, conversations=True)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         from fenchel.inspection import open_model
         from fenchel.inspection.trace import tokenize_text
         from fenchel.interpretability import ablate
@@ -76,15 +69,10 @@ def run(
         words = tokenize_text(subject, text, max_tokens)
         found = ablate(subject, words.ids, to=to, exact=exact, progress=console.progress)
     record = {"subject": subject.facts(), "text": words.name, **found.plain()}
-    if target is not None:
-        from fenchel.report.effects_page import render_ablation
+    from fenchel.report.effects_page import ablation_finding, render_ablation
 
-        write_atomic(target, render_ablation(record))
-    if json:
-        print(json_format.dumps(record))
+    if page.write(lambda: render_ablation(record), lambda: record):
         return 0
-    from fenchel.report.effects_page import ablation_finding
-
     facts = record["subject"]
     sentences = [
         f"{facts['name']} ({facts['family']}) on {len(words.ids)} tokens of {words.name}: "
@@ -93,7 +81,7 @@ def run(
         "needed. Estimate: by one gradient.",
         agreement_sentence(record, _PARTS),
     ]
-    show([effects_table(record, "change")], sentences, target)
+    page.show([effects_table(record, "change")], sentences)
     return 0
 
 

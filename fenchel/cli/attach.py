@@ -10,7 +10,6 @@ from fenchel.cli.console import CheckpointPath, Json, Whole, require_inputs, tex
 from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
-    from fenchel.checkpoints.directory import CheckpointDirectory
     from fenchel.choice import Choice
     from fenchel.evaluate import Score
     from fenchel.hf import Proof
@@ -63,14 +62,16 @@ def run(
     if out is not None:
         require_output(out, folder=True, new=True, reads=[directory, text_path(text)])
 
+    from fenchel.checkpoints.directory import open_directory
     from fenchel.checkpoints.hf_export import write_copy
     from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
     from fenchel.choice.by_name import FIELD
     from fenchel.evaluate import text_ids
-    from fenchel.hf import prove
+    from fenchel.hf import load_transformers_model, prove
     from fenchel.hf.loader import one_sentence
 
-    checkpoint, model = _load(directory)
+    checkpoint = open_directory(directory)
+    model: Any = load_transformers_model(checkpoint, bare_otherwise=False)
     choice = _choice(model, map, alpha, beta)
     ids, size, begin = None, 0, ""
     if text is not None:
@@ -98,18 +99,6 @@ def run(
         )
     print(json_format.dumps(record) if json else "\n".join(lines))
     return 0
-
-
-def _load(directory: Path) -> "tuple[CheckpointDirectory, Any]":
-    """The checked directory, and its model in float32 with every tensor from the files."""
-    from fenchel.checkpoints.directory import has_file, open_directory
-    from fenchel.hf import load_transformers_model
-    from fenchel.model.families.config_reader import CONFIG
-
-    if not has_file(directory, CONFIG):
-        raise ValueError(f"{directory} holds no {CONFIG}; it is not a transformers checkpoint.")
-    checkpoint = open_directory(directory)
-    return checkpoint, load_transformers_model(checkpoint, bare_otherwise=False)
 
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
@@ -161,11 +150,8 @@ def _probe(model: Any, ids: Any) -> dict[str, Any]:
     else:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(_vocabulary(model), (2, length), generator=generator)
-    return (
-        {"input_ids": rows, "decoder_input_ids": rows}
-        if config.is_encoder_decoder
-        else {"input_ids": rows}
-    )
+    inputs = {"input_ids": rows}
+    return inputs | {"decoder_input_ids": rows} if config.is_encoder_decoder else inputs
 
 
 def _score(

@@ -6,21 +6,19 @@ from typing import Any, Literal
 
 from fenchel.cli.console import (
     CheckpointPath,
-    Console,
     Device,
     Json,
+    MeasuredPage,
     Switch,
     TextStart,
     Whole,
     Words,
     device_and_dtype,
     require_inputs,
+    stages,
     text_path,
 )
-from fenchel.cli.inspect import numbers, show
-from fenchel.files import require_page, write_atomic
-
-PAGE = Path("certificates.html")
+from fenchel.cli.inspect import numbers
 
 
 def run(
@@ -96,51 +94,46 @@ def run(
     seed
         The same seed gives the same numbers.
     """
+    given = {
+        "--radius": radius is not None,
+        "--norm": norm is not None,
+        "--keep": keep != 1,
+        "--budget": budget is not None,
+        "--out": out is not None,
+        "--layers": layers is not None,
+        "--heads": heads,
+        "--blocks": blocks,
+        "--steps": steps != 20,
+        "--restarts": restarts != 1,
+        "--failure": failure != 1e-9,
+        "--dtype": dtype != "float64",
+        "--device": device is not None,
+        "--seed": seed != 0,
+    }
     if lipschitz:
-        given = (radius, norm, budget, out, layers, device)
-        if any((decision, heads, blocks, *(x is not None for x in given))) or (
-            keep,
-            steps,
-            restarts,
-            failure,
-            dtype,
-            seed,
-        ) != (1, 20, 1, 1e-9, "float64", 0):
+        if decision or any(given.values()):
             raise ValueError("--lipschitz reads --text, --max-tokens and --json only.")
         return _constant(directory, text, max_tokens or 16, json=json)
     chosen = numbers(layers, "--layers")
-    target = out if json else out or PAGE
-    _require_flags(
-        decision,
-        radius,
-        norm,
-        of_decision={"--keep": keep != 1, "--budget": budget is not None},
-        of_layers={
-            "--radius": radius is not None,
-            "--layers": layers is not None,
-            "--heads": heads,
-            "--blocks": blocks,
-            "--steps": steps != 20,
-            "--restarts": restarts != 1,
-            "--failure": failure != 1e-9,
-            "--dtype": dtype != "float64",
-            "--device": device is not None,
-        },
-    )
-    if target is not None:
-        require_page(target, reads=[directory, text_path(text)])
-
+    if not decision and radius is None:
+        raise ValueError(
+            "give --radius R to certify layers, --decision for the next token, or --lipschitz."
+        )
+    both = ("--norm", "--out", "--seed")
+    for flag in (flag for flag, is_given in given.items() if is_given and flag not in both):
+        if (flag in ("--keep", "--budget")) != decision:
+            raise ValueError(f"{flag} is read {'without' if decision else 'with'} --decision only.")
+    names = ("all", "token", "one") if decision else ("fro", "token")
+    if norm is not None and norm not in names:
+        raise ValueError(
+            f"--norm is {', '.join(names)} {'with' if decision else 'without'} --decision, "
+            f"got {norm}."
+        )
+    page = MeasuredPage(out, "certificates.html", json=json, reads=[directory, text_path(text)])
     require_inputs(directory, text, conversations=True)
     certification: Any
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
-        from fenchel.inspection import (
-            Search,
-            certify_model,
-            certify_text_decisions,
-            open_model,
-        )
+    with stages(json=json) as console:
+        from fenchel.inspection import Search, certify_model, certify_text_decisions, open_model
 
         if decision:
             from fenchel.train.config import seconds
@@ -170,12 +163,10 @@ def run(
                 seed=seed,
                 progress=console.progress,
             )
-    if target is not None:
-        from fenchel.report.certificates import render, render_decisions
+    from fenchel.report.certificates import render, render_decisions
 
-        write_atomic(target, (render_decisions if decision else render)(certification))
-    if json:
-        print(json_format.dumps(certification.plain()))
+    write = render_decisions if decision else render
+    if page.write(lambda: write(certification), certification.plain):
         return 0
     from fenchel.cli.inspection_tables import certificate_tables, decision_table
 
@@ -184,16 +175,14 @@ def run(
         if decision
         else certificate_tables(certification.certificates, certification.tokens)
     )
-    show(tables, [certification.subject["begin"]], target)
+    page.show(tables, [certification.subject["begin"]])
     return 0
 
 
 def _constant(directory: Path, text: str, max_tokens: int, *, json: bool) -> int:
     """Print the Lipschitz constant of the logits, from both sides."""
     require_inputs(directory, text, conversations=True)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json):
         from fenchel.inspection import certify_text_constant, open_model
 
         found = certify_text_constant(open_model(directory), text, max_tokens=max_tokens)
@@ -206,27 +195,3 @@ def _constant(directory: Path, text: str, max_tokens: int, *, json: bool) -> int
             f"embedding  {found.embedding:.6g}   mean length of one"
         )
     return 0
-
-
-def _require_flags(
-    decision: bool,
-    radius: float | None,
-    norm: str | None,
-    *,
-    of_decision: dict[str, bool],
-    of_layers: dict[str, bool],
-) -> None:
-    """Refuse a flag that the chosen kind of certificate does not read."""
-    if not decision and radius is None:
-        raise ValueError(
-            "give --radius R to certify layers, --decision for the next token, or --lipschitz."
-        )
-    other = of_layers if decision else of_decision
-    if given := next((name for name, is_given in other.items() if is_given), None):
-        raise ValueError(f"{given} is read {'without' if decision else 'with'} --decision only.")
-    names = ("all", "token", "one") if decision else ("fro", "token")
-    if norm is not None and norm not in names:
-        raise ValueError(
-            f"--norm is {', '.join(names)} {'with' if decision else 'without'} --decision, "
-            f"got {norm}."
-        )

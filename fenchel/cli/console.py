@@ -30,7 +30,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fenchel.config import assign, parse_toml, parse_value
-from fenchel.files import Notice, printable
+from fenchel.files import Notice, printable, require_page, write_atomic
 from fenchel.hub_cache import find_checkpoint, require_checkpoint
 from fenchel.operating_system import SYSTEM
 
@@ -133,37 +133,6 @@ def device_and_dtype(
     return on, None if dtype is None else getattr(torch, dtype)
 
 
-def load_checkpoint(
-    directory: Path,
-    device: "torch.device",
-    dtype: "torch.dtype | None",
-    adapter: Path | None = None,
-) -> "Loaded":
-    """The model of a directory on a device, and its tokenizer.
-
-    ``adapter`` is a directory of PEFT, whose adapters are merged into the weights.
-
-    Without ``dtype`` the model has the dtype of its files, unless the machine computes in that one
-    slowly (``fenchel.train.hardware.select_dtype``); a sentence then names the other.
-    """
-    from fenchel.checkpoints import load
-    from fenchel.train.hardware import select_dtype
-
-    loaded = load(directory, dtype=dtype, adapter=adapter)
-    stored = loaded.model.lm_head_weight.dtype
-    size = sum(p.nbytes for p in loaded.model.parameters())
-    chosen = select_dtype(stored, device, bytes=size) if dtype is None else stored
-    if chosen != stored:
-        names = [str(one).removeprefix("torch.") for one in (stored, chosen)]
-        warnings.warn(
-            f"The weights are stored in {names[0]}, for which this CPU has no instructions; they "
-            f"are used in {names[1]} (--dtype {names[0]} keeps them).",
-            Notice,
-            stacklevel=2,
-        )
-    return loaded._replace(model=loaded.model.to(device, chosen))
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
@@ -177,9 +146,28 @@ class LoadFlags:
     instructions for it."""
 
     def load(self, directory: Path, *, float64: bool = False) -> "Loaded":
-        """The model as the flags ask for it, and its tokenizer."""
-        place = device_and_dtype(self.device, self.dtype, float64=float64)
-        return load_checkpoint(directory, *place, self.adapter)
+        """The model as the flags ask for it, and its tokenizer.
+
+        Without a dtype the model has that of its files, unless the machine computes in that one
+        slowly (``fenchel.train.hardware.select_dtype``); a sentence then names the other.
+        """
+        from fenchel.checkpoints import load
+        from fenchel.train.hardware import select_dtype
+
+        device, dtype = device_and_dtype(self.device, self.dtype, float64=float64)
+        loaded = load(directory, dtype=dtype, adapter=self.adapter)
+        stored = loaded.model.lm_head_weight.dtype
+        size = sum(p.nbytes for p in loaded.model.parameters())
+        chosen = select_dtype(stored, device, bytes=size) if dtype is None else stored
+        if chosen != stored:
+            names = [str(one).removeprefix("torch.") for one in (stored, chosen)]
+            warnings.warn(
+                f"The weights are stored in {names[0]}, for which this CPU has no instructions; "
+                f"they are used in {names[1]} (--dtype {names[0]} keeps them).",
+                Notice,
+                stacklevel=2,
+            )
+        return loaded._replace(model=loaded.model.to(device, chosen))
 
 
 LOADED_AS_STORED = LoadFlags()
@@ -514,6 +502,43 @@ class Console:
             self.bars.refresh()  # the work may hold the interpreter for a while
         if self.task is not None:
             self.bars.update(self.task, completed=done, total=total or None)
+
+
+@contextmanager
+def stages(*, json: bool) -> Iterator[Console]:
+    """Context manager: the stages of a command, of which the first is to load torch."""
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+        yield console
+
+
+class MeasuredPage:
+    """What a command that measures gives: a page, and one JSON object or tables."""
+
+    def __init__(
+        self, out: Path | None, usual: str, *, json: bool, reads: Iterable[Path | None]
+    ) -> None:
+        """``usual`` is the page where none is named; with --json there is none then."""
+        self.path, self.json = out if json else out or Path(usual), json
+        if self.path is not None:
+            require_page(self.path, reads=[*reads])
+
+    def write(self, text: Callable[[], str], plain: Callable[[], Any]) -> bool:
+        """Write the page, and print JSON where that is wanted; False where tables are."""
+        if self.path is not None:
+            write_atomic(self.path, text())
+        if self.json:
+            print(json_format.dumps(plain()))
+        return self.json
+
+    def show(self, tables: Iterable[Table], sentences: Iterable[str]) -> None:
+        """Print tables, sentences below them, and where the page is."""
+        console = Console()
+        for table in tables:
+            console.terminal.print(table)
+        for sentence in sentences:
+            console.message(sentence)
+        print(f"Page  {printable(self.path, 4096)}")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from fenchel.cli.console import (
     LOADED_AS_STORED,
     CheckpointPath,
-    Console,
     Json,
     LoadFlags,
     ModelPath,
@@ -19,6 +18,7 @@ from fenchel.cli.console import (
     break_lines,
     device_and_dtype,
     require_inputs,
+    stages,
     text_path,
     width_of,
 )
@@ -95,9 +95,7 @@ def run(
         reads = [directory, loading_as.adapter, against, text_path(text)]
         require_output(page, new=True, reads=reads)
     require_inputs(directory, text)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import common_text, evaluate_text, open_evaluation_text

@@ -1,34 +1,30 @@
 """fenchel inspect: what a checkpoint's attention does on a text."""
 
-import json as json_format
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.table import Table
-
 from fenchel.cli.console import (
-    Console,
     Device,
     Json,
+    MeasuredPage,
     ModelPath,
     Switch,
     TextStart,
     Whole,
     device_and_dtype,
     require_inputs,
+    stages,
     text_path,
 )
-from fenchel.files import printable, require_page, write_atomic
+from fenchel.files import printable
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel
     from fenchel.inspection_result import ScoreParts
 
-PAGE = Path("inspection.html")
 NormName = Literal["fro", "token"]
 """What --norm accepts."""
 
@@ -90,14 +86,9 @@ def run(
     """
     chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
     place = None if why is None else head_and_tokens(why)
-    target = out if json else out or PAGE
-    if target is not None:
-        require_page(target, reads=[directory, text_path(text)])
-
+    page = MeasuredPage(out, "inspection.html", json=json, reads=[directory, text_path(text)])
     require_inputs(directory, text, conversations=True)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         from fenchel.inspection import inspect, open_model
 
         on, _ = device_and_dtype(device, float64=True)
@@ -120,19 +111,16 @@ def run(
             progress=console.progress,
         )
         result = replace(result, why=parts)
-    if target is not None:
-        from fenchel.report.inspection_page import render
+    from fenchel.report.inspection_page import render
 
-        write_atomic(target, render(result))
-    if json:
-        print(json_format.dumps(result.plain(rows=rows)))
+    if page.write(lambda: render(result), lambda: result.plain(rows=rows)):
         return 0
     from fenchel.cli.inspection_tables import tables
     from fenchel.report.findings import findings, next_command
 
     sentences = [result.subject["begin"]]
     sentences += [result.precision.statement] if result.precision else []
-    show(tables(result), [*sentences, *findings(result)], target)
+    page.show(tables(result), [*sentences, *findings(result)])
     from fenchel.interpretability import can_be_hooked, has_score_parts
 
     if why is None and can_be_hooked(subject):
@@ -192,13 +180,3 @@ def numbers(words: str | None, name: str) -> list[int] | None:
             raise ValueError(f"{name} {words} names more than any model has.")
         selected += range(int(low), last + 1)
     return selected
-
-
-def show(tables: Iterable[Table], sentences: Iterable[str], page: Path | None) -> None:
-    """Print tables, sentences below them, and where the page is."""
-    console = Console()
-    for table in tables:
-        console.terminal.print(table)
-    for sentence in sentences:
-        console.message(sentence)
-    print(f"Page  {printable(page, 4096)}")

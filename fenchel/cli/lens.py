@@ -1,6 +1,5 @@
 """fenchel lens: what a model predicts after each of its layers."""
 
-import json as json_format
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -12,25 +11,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from fenchel.cli.console import (
-    Console,
     Device,
     Json,
+    MeasuredPage,
     ModelPath,
     TextStart,
     Whole,
     device_and_dtype,
     plain_table,
     require_inputs,
+    stages,
     text_path,
 )
-from fenchel.cli.inspect import show
-from fenchel.files import printable, require_output, require_page, write_atomic
+from fenchel.files import printable, require_output
 
 if TYPE_CHECKING:
     from fenchel.inspection import InspectedModel
     from fenchel.interpretability import HookedModel, JacobianLens, Lens
 
-PAGE = Path("lens.html")
 Kind = Literal["logit", "jacobian"]
 Targets = Literal["later", "same"]
 _STRETCHES = 8  # of a text, to fit a lens
@@ -98,18 +96,14 @@ def run(
         raise ValueError("--kind logit fits no lens; leave out --fit and --save.")
     if stretches < 1:
         raise ValueError(f"--stretches {stretches} should be 1 or more.")
-    target = out if json else out or PAGE
     reads = [directory, lens, text_path(text), text_path(fit)]
-    if target is not None:
-        require_page(target, reads=reads)
+    page = MeasuredPage(out, "lens.html", json=json, reads=reads)
     if save is not None:
         require_output(save, new=True, reads=reads)
     require_inputs(directory, text, conversations=True)
     if fit is not None:
         require_inputs(text=fit, conversations=True)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         from fenchel.inspection import open_model
         from fenchel.inspection.trace import tokenize_text
         from fenchel.interpretability import JacobianLens, fit_lens, hooked, lens_errors
@@ -163,17 +157,12 @@ def run(
     record = _record(subject, words.name, words.tokens, found, fitted, did)
     if errors is not None:
         record["errors"] = [{**row._asdict(), "vacuous": row.vacuous} for row in errors]
-    if target is not None:
-        from fenchel.report.lens_page import render
+    from fenchel.report.lens_page import finding, render
 
-        write_atomic(target, render(record))
-    if json:
-        print(json_format.dumps(record))
+    if page.write(lambda: render(record), lambda: record):
         return 0
     tables = [*_tables(record), *([_errors(record, radius)] if errors is not None else [])]
-    from fenchel.report.lens_page import finding
-
-    show(tables, [finding(record), did], target)
+    page.show(tables, [finding(record), did])
     return 0
 
 

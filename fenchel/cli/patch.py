@@ -1,25 +1,23 @@
 """fenchel patch: which site of a model carries the difference between two prompts."""
 
-import json as json_format
 from pathlib import Path
 from typing import Any
 
 from fenchel.cli.ablate import agreement_sentence, effects_table
 from fenchel.cli.console import (
-    Console,
     Device,
     Json,
+    MeasuredPage,
     ModelPath,
     Switch,
     Whole,
     Words,
     device_and_dtype,
     require_inputs,
+    stages,
 )
-from fenchel.cli.inspect import show
-from fenchel.files import printable, require_page, write_atomic
+from fenchel.files import printable
 
-PAGE = Path("patch.html")
 _NAMES = {"q": "queries", "k": "keys", "v": "values", "stream": "streams"}
 
 
@@ -66,16 +64,12 @@ def run(
     out
         The page; patch.html when left out, and none with --json.
     """
-    target = out if json else out or PAGE
-    if target is not None:
-        require_page(target, reads=[directory])
+    page = MeasuredPage(out, "patch.html", json=json, reads=[directory])
     if exact is not None and exact < 1:
         raise ValueError(f"--exact {exact} should be 1 or more.")
     require_inputs(directory)
     parts = [part.strip() for part in sites.split(",") if part.strip()]
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         from fenchel.inspection import open_model
         from fenchel.inspection.trace import token_text
         from fenchel.interpretability import patch
@@ -110,15 +104,10 @@ def run(
         "words": [token_text(tokenizer, i) for i in (found.answer, found.against)],
         **found.plain(),
     }
-    if target is not None:
-        from fenchel.report.effects_page import render_patch
+    from fenchel.report.effects_page import patch_finding, render_patch
 
-        write_atomic(target, render_patch(record))
-    if json:
-        print(json_format.dumps(record))
+    if page.write(lambda: render_patch(record), lambda: record):
         return 0
-    from fenchel.report.effects_page import patch_finding
-
     right, wrong = (printable(repr(word)) for word in record["words"])
     sentences = [
         f"{subject.name}: the logit of {right} less that of {wrong} is {found.clean:.3f} after the "
@@ -127,5 +116,5 @@ def run(
         patch_finding(record),
         agreement_sentence(record, _NAMES),
     ]
-    show([effects_table(record, "share")], sentences, target)
+    page.show([effects_table(record, "share")], sentences)
     return 0

@@ -148,7 +148,6 @@ def run(
             is_loopback,
             listen,
         )
-        from fenchel.server.embeddings import Embedder
         from fenchel.server.engine import Engine
         from fenchel.server.openai_api import NamedDirection, ServedModel
         from fenchel.steering import Direction
@@ -226,7 +225,7 @@ def run(
     laws = None
     if config.kind == "decoder" and config.lm_head:
         laws = partial(last_laws, separate(model))
-    app = App(served, engine, Embedder(model), relay, settings, laws)
+    app = App(served, engine, model, relay, settings, laws)
     server = Server(app, listener)
     print(f"Serving {printable(served_name)} at {address(host, listener)}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):

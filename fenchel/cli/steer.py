@@ -17,6 +17,7 @@ from fenchel.cli.console import (
     Switch,
     Whole,
     require_inputs,
+    stages,
     text_path,
 )
 from fenchel.cli.inspect import numbers
@@ -193,9 +194,7 @@ def run(
     reads = [directory, loading_as.adapter, toward, away, text_path(text)]
     require_output(out, new=True, reads=reads)
     require_inputs(directory, text, conversations=True)
-    with Console(quiet=json, aside=True) as console:
-        console.progress("loading torch", 0, 0)
-
+    with stages(json=json) as console:
         import torch
 
         from fenchel.checkpoints.tokenizer import encoded_documents

@@ -16,7 +16,6 @@ from fenchel.evaluate.calibration import (
     smoothed_targets,
     summarise,
 )
-from fenchel.evaluate.compare import Evaluation, compare, fingerprint
 from fenchel.evaluate.diagnostics import PITFALLS, Pitfall, pitfalls
 from fenchel.evaluate.divergence import document_kl
 from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
@@ -29,10 +28,13 @@ from fenchel.evaluate.score import (
     text_ids,
 )
 from fenchel.evaluate.text import (
+    Evaluation,
     EvaluationText,
     TextEvaluation,
     common_text,
+    compare,
     evaluate_text,
+    fingerprint,
     open_evaluation_text,
 )
 

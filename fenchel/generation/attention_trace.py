@@ -50,7 +50,6 @@ from fenchel.attention.reference import cap, logits, product
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Choice, Softmax
 from fenchel.choice.base import require_simplex
-from fenchel.config import did_you_mean
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.attention import layer_choice
 from fenchel.model.forward_context import Observer
@@ -99,71 +98,6 @@ class TraceSettings:
         if chosen is not None:
             return tuple(sorted(set(chosen)))
         return tuple(layer for layer in range(config.layers) if not config.is_delta(layer))
-
-
-TRACE_FIELDS = ("entropy", "attention", "sensitivity", "confidence")
-
-
-def trace_settings(value: object, config: ModelConfig) -> TraceSettings:
-    """The settings of a request, from plain values that may be anything.
-
-    >>> config = ModelConfig(vocabulary=9, layers=2)
-    >>> trace_settings({"attention": {"layers": [1], "top": 4}}, config).layers(config)
-    (1,)
-    """
-    fields = _fields(value, "fenchel", TRACE_FIELDS)
-    switches = {name: fields.get(name, False) for name in ("entropy", "sensitivity", "confidence")}
-    for name, on in switches.items():
-        if not isinstance(on, bool):
-            raise ValueError(f"fenchel.{name} should be true or false.")
-    attention, chosen = fields.get("attention"), None
-    if attention is not None and attention is not False:
-        chosen = _attention_settings({} if attention is True else attention, config)
-    settings = TraceSettings(attention=chosen, **switches)
-    if settings.observes and config.sinks and config.sink_score == "token":
-        raise ValueError(
-            "the sinks of this model are computed from its stream, which the keys in a cache do "
-            "not show: the attention of new tokens is not traced."
-        )
-    return settings
-
-
-def _attention_settings(value: object, config: ModelConfig) -> TraceAttention:
-    where = "fenchel.attention"
-    fields = _fields(value, where, ("layers", "heads", "top"))
-    layers, heads, top = fields.get("layers", "all"), fields.get("heads", "mean"), fields.get("top")
-    top = 8 if top is None else top
-    if layers != "all":
-        if not isinstance(layers, list) or not 1 <= len(layers) <= config.layers:
-            raise ValueError(
-                f'{where}.layers should be "all" or a list of 1 to {config.layers} numbers.'
-            )
-        if not all(type(layer) is int and 0 <= layer < config.layers for layer in layers):
-            raise ValueError(
-                f"{where}.layers should be whole numbers from 0 to {config.layers - 1}."
-            )
-    if heads not in ("mean", "all"):
-        raise ValueError(f'{where}.heads should be "mean" or "all".')
-    if type(top) is not int or not 1 <= top <= MOST_TOP:
-        raise ValueError(f"{where}.top should be a whole number from 1 to {MOST_TOP}.")
-    count = config.layers if layers == "all" else len(layers)
-    weights = count * (1 + config.heads if heads == "all" else 1) * top
-    if weights > MOST_WEIGHTS:
-        raise ValueError(
-            f"{where} asks for {weights:,} weights per token and gets {MOST_WEIGHTS:,} at most; "
-            "name fewer layers or a smaller top."
-        )
-    return TraceAttention(layers=None if layers == "all" else tuple(layers), heads=heads, top=top)
-
-
-def _fields(value: object, where: str, known: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} should be an object.")
-    for name in value:
-        if name not in known:
-            hint = did_you_mean(str(name)[:40], known)
-            raise ValueError(f"{where} has no field {str(name)[:40]!r}; {hint}")
-    return value
 
 
 class TokenCalibration(NamedTuple):
@@ -231,58 +165,36 @@ class TokenTrace(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Plain values with six digits; what was not requested is absent."""
-        value: dict[str, Any] = {
-            "p": _short(self.p),
-            "rank": self.rank,
-            "entropy": _short(self.entropy),
-            "effective": _short(self.effective),
-        }
+        names = ("p", "rank", "entropy", "effective")
+        value: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.confidence is not None and self.calibration is not None:
-            value["confidence"] = {
-                "p": _short(self.confidence),
-                "temperature": _short(self.calibration.temperature),
-                "error": _short(self.calibration.error),
-                "predictions": self.calibration.predictions,
-            }
+            value["confidence"] = {"p": self.confidence, **self.calibration._asdict()}
         about = [_layer_json(layer) for layer in self.layers]
         if any(len(layer) > 1 for layer in about):
             value["attention"] = {"position": self.position, "layers": about}
             if self.last_third is not None:
-                value["attention"]["last_third"] = _read_json(self.last_third)
-        moved = [layer for layer in self.layers if layer.sensitivity is not None]
+                value["attention"]["last_third"] = _present(self.last_third._asdict())
+        moved = [_sensitivity_json(layer) for layer in self.layers if layer.sensitivity is not None]
         if moved:
-            value["sensitivity"] = {"layers": [_sensitivity_json(layer) for layer in moved]}
-        return value
+            value["sensitivity"] = {"layers": moved}
+        plain: dict[str, Any] = _short(value)
+        return plain
+
+
+def _present(fields: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {k: v for k, v in fields.items() if v is not None and k not in left_out}
 
 
 def _layer_json(layer: LayerTrace) -> dict[str, Any]:
-    value: dict[str, Any] = {"layer": layer.layer}
-    if layer.entropy is not None and layer.keys is not None:
-        value |= {"entropy": _short(layer.entropy), "keys": _short(layer.keys)}
-        if layer.support is not None:
-            value["support"] = _short(layer.support)
+    value = _present(layer._asdict(), "read", "heads", "sensitivity")
     if layer.read is not None:
-        value |= _read_json(layer.read)
+        value |= _present(layer.read._asdict())
     if layer.heads:
         value["heads"] = [
-            {
-                "entropy": _short(head.entropy),
-                "keys": _short(head.keys),
-                **({} if head.support is None else {"support": head.support}),
-                **_read_json(head.read),
-            }
-            for head in layer.heads
+            _present(head._asdict(), "read") | _present(head.read._asdict()) for head in layer.heads
         ]
     return value
-
-
-def _read_json(read: PositionsRead) -> dict[str, Any]:
-    value = {
-        "top": [[position, _short(weight)] for position, weight in read.top],
-        "rest": _short(read.rest),
-        "first": _short(read.first),
-    }
-    return value if read.sink is None else {**value, "sink": _short(read.sink)}
 
 
 def _sensitivity_json(layer: LayerTrace) -> dict[str, Any]:
@@ -301,8 +213,13 @@ def _sensitivity_json(layer: LayerTrace) -> dict[str, Any]:
 _DIGITS = 6
 
 
-def _short(x: float) -> float:
-    return float(f"{x:.{_DIGITS}g}")
+def _short(value: Any) -> Any:
+    """Nested plain values with their floats rounded."""
+    if isinstance(value, dict):
+        return {name: _short(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(one) for one in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
 def _short_bound(x: float, rounding: str) -> float:
@@ -586,13 +503,11 @@ class _Measured:
         if attention:
             mean_LRS = p_LRHS.mean(2)
             self.read = _Reads(mean_LRS, top, sink)
-            self.read_last = _Reads(mean_LRS[-self._third() :].mean(0), top, sink)
+            third = math.ceil(len(mean_LRS) / 3)
+            self.read_last = _Reads(mean_LRS[-third:].mean(0), top, sink)
             self.read_heads = _Reads(p_LRHS, top, sink) if heads else None
         if any(one.sensitivity for one in settings):
             self.sensitivity = self._sensitivity()
-
-    def _third(self) -> int:
-        return math.ceil(len(self.weights.layers) / 3)
 
     def _sensitivity(self) -> list[list[RowSensitivity]]:
         """Per layer and row, for the head of the largest lower bound."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fenchel.attention.spec import SOFTMAX
 from fenchel.choice import Choice
 from fenchel.hf.multihead import attach
+from fenchel.model import evaluating
 
 
 class ProvedLayer(NamedTuple):
@@ -78,7 +79,7 @@ def prove(
     """
     ids = inputs.get("input_ids")
     length = 0 if ids is None else ids.shape[1]
-    with _evaluation_mode(model), narrow_windows(model, length) as narrowed:
+    with evaluating(model), narrow_windows(model, length) as narrowed:
         with attach(model, SOFTMAX) as attachment:
             ours = _output(model, inputs)
             layers = _layers(model, attachment.calls, attachment.masks)
@@ -197,14 +198,3 @@ def narrow_windows(model: nn.Module, length: int) -> Iterator[int | None]:
     finally:
         for config, name, window in found:
             setattr(config, name, window)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, restored on leaving."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -8,8 +8,7 @@ from fenchel.inspection.decisions import (
     certify_text_constant,
     certify_text_decisions,
 )
-from fenchel.inspection.loader import open_model
-from fenchel.inspection.run import certify_model, inspect
+from fenchel.inspection.run import certify_model, inspect, open_model
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import (
     Certification,

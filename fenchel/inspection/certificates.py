@@ -29,7 +29,7 @@ tokens, M width of the stream, H heads, G heads of keys and values, D width per 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import Certificates, HeadCertificate, LayerCertificate
+from fenchel.model import Transformer
 from fenchel.model.attention import GATE_ACTIVATIONS, Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -89,14 +90,14 @@ class Search(NamedTuple):
 SEARCH = Search()
 
 
-def layer_count(model: InspectedModel) -> int:
-    """The number of layers that can be certified; refuses models of transformers."""
+def transformer_of(model: InspectedModel) -> Transformer:
+    """The Transformer that can be certified; refuses models of transformers."""
     if not isinstance(model, OurModel):
         raise ValueError(
             f"{model.name} is read through transformers; certificates cover runs and the families "
             "that fenchel reads itself (fenchel list families)."
         )
-    return model.model.config.layers
+    return model.model
 
 
 def certify_layers(
@@ -110,9 +111,7 @@ def certify_layers(
     progress: ProgressCallback,
 ) -> Certificates:
     """Certificates of the layers with indices ``layers`` on ids (1, T)."""
-    layer_count(model)
-    assert isinstance(model, OurModel)
-    records = record_pass(model.model, ids).records
+    records = record_pass(transformer_of(model), ids).records
     certificates = []
     for done, index in enumerate(layers):
         progress("certificates", done, len(layers))
@@ -181,44 +180,46 @@ def certify_layer(
 def why_not(record: BlockRecord) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
     if record.call is None:
-        return "is a gated DeltaNet, for which no bound over a ball is known here"
+        return _unbounded({"is a gated DeltaNet": True})
     (module, context), spec = _attention(record)
     beta = module.temperature(context)
-    if beta is not None and not bool((beta == 1).all()):
-        return "scales its queries by their position, for which no bound over a ball is known here"
-    if module.sink_map is not None:
-        return "makes its sinks of its input, for which no bound over a ball is known here"
-    if module.kv_source != module.layer:
-        return (
-            f"attends to the keys of layer {module.kv_source + 1}, for which no bound over a ball "
-            "is known here"
-        )
-    if module.v_norm is not None or not module.rows[2]:
-        return "makes its values by a norm, for which no bound over a ball is known here"
-    if module.l2:
-        return "scores by distance, for which no bound over a ball is known here"
-    if module.joint_norm:
-        return "normalises all heads together, for which no bound over a ball is known here"
-    if spec.softcap is not None:
-        return "caps its scores, for which no bound over a ball is known here"
-    if not bounded(spec.choice):
-        return f"chooses by {spec.choice!r}, whose weights have no bound over a ball here"
-    return None
+    return _unbounded(
+        {
+            "scales its queries by their position": beta is not None
+            and not bool((beta == 1).all()),
+            "makes its sinks of its input": module.sink_map is not None,
+            f"attends to the keys of layer {module.kv_source + 1}": module.kv_source
+            != module.layer,
+            "makes its values by a norm": module.v_norm is not None or not module.rows[2],
+            "scores by distance": module.l2,
+            "normalises all heads together": module.joint_norm,
+            "caps its scores": spec.softcap is not None,
+            f"chooses by {spec.choice!r}": not bounded(spec.choice),
+        }
+    )
+
+
+def _unbounded(reasons: Mapping[str, bool]) -> str | None:
+    """The first of the reasons that holds, as part of a sentence."""
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    return None if reason is None else f"{reason}, for which no bound over a ball is known here"
 
 
 def why_no_block(record: BlockRecord) -> str | None:
     """Why there is no certificate for this block; None where there is one."""
     block = record.block.module
     assert isinstance(block, Block)
-    if block.cross_attention is not None:
-        return "attends to an encoder, for which no bound over a ball is known here"
-    if not isinstance(block.mlp, Mlp):
-        return "chooses among experts, for which no bound over a ball is known here"
-    if block.per_layer_gate is not None or block.layer_scale is not None:
-        return "goes on after its MLP, for which no bound over a ball is known here"
-    if block.mlp.clamped:
-        return "clamps its gated MLP, for which no bound over a ball is known here"
-    return why_not(record)
+    mlp = block.mlp
+    reason = _unbounded(
+        {
+            "attends to an encoder": block.cross_attention is not None,
+            "chooses among experts": not isinstance(mlp, Mlp),
+            "goes on after its MLP": block.per_layer_gate is not None
+            or block.layer_scale is not None,
+            "clamps its gated MLP": isinstance(mlp, Mlp) and mlp.clamped,
+        }
+    )
+    return reason or why_not(record)
 
 
 def block_layer(record: BlockRecord, dtype: torch.dtype) -> TokenLayer:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fenchel.data import ProgressCallback
-from fenchel.inspection.certificates import block_layer, layer_count, norm_layer, why_no_block
-from fenchel.inspection.our_model import OurModel, record_pass
+from fenchel.inspection.certificates import block_layer, norm_layer, transformer_of, why_no_block
+from fenchel.inspection.our_model import record_pass
 from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
 from fenchel.inspection_result import DecisionCertification, DecisionRow
 from fenchel.model import Transformer, evaluating
@@ -198,12 +198,10 @@ def certify_text_decisions(
 
     ``progress`` is called with what is done, of how much.
     """
-    layer_count(model)  # refuses models of transformers
-    assert isinstance(model, OurModel)
-    text = tokenize_text(model, source, max_tokens)
+    transformer, text = transformer_of(model), tokenize_text(model, source, max_tokens)
     ids = torch.tensor(text.ids)
     found = certify_decision(
-        model.model, ids, norm=norm, keep=keep, budget=budget, progress=progress
+        transformer, ids, norm=norm, keep=keep, budget=budget, progress=progress
     )
 
     def row(one: PositionDecision) -> DecisionRow:
@@ -276,9 +274,8 @@ def certify_text_constant(
     model: InspectedModel, source: str, *, max_tokens: int = 16
 ) -> LogitConstant:
     """``certify_constant`` on the first tokens of ``source``."""
-    layer_count(model)  # refuses models of transformers
-    assert isinstance(model, OurModel)
-    return certify_constant(model.model, torch.tensor(tokenize_text(model, source, max_tokens).ids))
+    transformer = transformer_of(model)
+    return certify_constant(transformer, torch.tensor(tokenize_text(model, source, max_tokens).ids))
 
 
 def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor]:

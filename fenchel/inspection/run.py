@@ -3,32 +3,45 @@
     inspect(model, source)                 -> Inspection       heads, blocks, network, precision
     certify_model(model, source, radius)   -> Certification    attention layers over a ball
 
-``fenchel.inspection.loader.open_model`` opens a model. One forward pass is traced; then the stages
-run in the order of their cost, and ``progress`` is called within each. Every random number comes
-from one seed.
+One forward pass is traced; then the stages run in the order of their cost, and ``progress`` is
+called within each. Every random number comes from one seed.
+
+**Opening.** ``open_model`` reads a run directory or a Hugging Face directory of the families in
+fenchel/model/families by fenchel's own loader, which starts at once, where importing
+``transformers`` takes seconds. ``transformers`` reads every other family, and variants of the known
+ones that fenchel does not have: other settings, another head. A damaged directory is refused before
+either loads it.
+
+**Precision.** Two questions. Is what is reported right to the digits shown? The head with the
+largest sigma is measured again in float64, from the same queries, keys and values. And what would
+the model itself lose in coarser numbers? It is run once more with every weight and the stream after
+every block rounded to them, sums still in float32, and the streams are compared.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
 from fenchel.attention.statistics import pack_weights
-from fenchel.data import ProgressCallback
+from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
+from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.checkpoints.tokenizer import read_tokenizer
+from fenchel.data import ProgressCallback, TextTokenizer
 from fenchel.data.token_files import no_progress
-from fenchel.inspection.blocks import measure_block
-from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
-from fenchel.inspection.end_to_end import network
-from fenchel.inspection.heads import heads, row_weights
+from fenchel.inspection.blocks import measure_block, network
+from fenchel.inspection.certificates import SEARCH, Search, certify_layers, transformer_of
+from fenchel.inspection.foreign_model import open_foreign
+from fenchel.inspection.heads import heads, row_weights, select_heads, sensitivities
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.precision import precision
-from fenchel.inspection.trace import (
-    ForwardTrace,
-    InspectedModel,
-    tokenize_text,
-)
+from fenchel.inspection.our_model import Unsupported, open_known, open_run
+from fenchel.inspection.trace import ForwardTrace, InspectedModel, tokenize_text
 from fenchel.inspection_result import (
     BlockResult,
     Certification,
@@ -36,12 +49,55 @@ from fenchel.inspection_result import (
     Inspection,
     Maps,
     Method,
+    Precision,
 )
+from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.families.registry import MODEL_TYPES
 from fenchel.sensitivity import Ball
 
 _MAP_BYTES = 4 << 20
 _MAP_SIZE = 128
 _SMALL = 1 << 20  # numbers in the streams before all blocks
+_CONVERGED = 40  # pairs of products: what is left between single and double precision is rounding
+
+
+def open_model(folder: str | Path) -> InspectedModel:
+    """The model in a run directory or a Hugging Face directory."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"there is no directory {path}.")
+    if is_run(path):
+        return open_run(path)
+    if has_file(path, CONFIG):
+        directory = open_directory(path)
+        return open_checkpoint(directory, read_tokenizer(path, config=directory.config))
+    raise ValueError(
+        f"{path} is neither a run directory (checkpoints/) nor a Hugging Face directory "
+        "(config.json)."
+    )
+
+
+def open_checkpoint(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> InspectedModel:
+    """By our own loader where it can, else by transformers."""
+    installed = find_spec("transformers") is not None
+    if directory.model_type not in MODEL_TYPES:
+        if not installed:
+            raise ValueError(
+                f"the family {directory.model_type!r} is read through transformers: "
+                "pip install 'fenchel[hf]'."
+            )
+        return open_foreign(directory, tokenizer)
+    try:
+        return open_known(directory, tokenizer)
+    except Unsupported as why:
+        reason = str(why)
+    if not installed:
+        sentence = reason.rstrip(".")
+        raise ValueError(f"{sentence}; transformers may have it: pip install 'fenchel[hf]'.")
+    try:
+        return open_foreign(directory, tokenizer)
+    except ValueError:
+        raise ValueError(reason) from None  # neither can, and ours says what is wrong by its name
 
 
 def inspect(
@@ -72,7 +128,7 @@ def inspect(
     """
     if radius is not None:
         Ball.of(radius, norm, 1)  # a wrong radius, norm or model is refused before it runs
-        layer_count(model)
+        transformer_of(model)
     text = tokenize_text(model, source, max_tokens)
     clock, report = _Clock(), progress or no_progress
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +208,7 @@ def certify_model(
     ``search.blocks``, in the norm "fro" or "token"; ``layers`` select by numbers from 1.
     """
     Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
-    chosen = _chosen(layers, layer_count(model), "layer")
+    chosen = _chosen(layers, transformer_of(model).config.layers, "layer")
     text = tokenize_text(model, source, max_tokens)
     clock = _Clock()
     model.model.to(device)
@@ -283,3 +339,79 @@ class _Clock:
         begun = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+
+@torch.no_grad()
+def precision(
+    trace: ForwardTrace,
+    model: nn.Module,
+    heads: list[Head],
+    method: Method,
+    generator: torch.Generator,
+    coarse: torch.dtype = torch.bfloat16,
+) -> Precision:
+    """Measure both on the trace of a model."""
+    top = max(heads, key=lambda head: head.sigma["qkv"].lower)
+    call = select_heads(trace.calls[top.layer - 1], [top.head - 1])
+    fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
+    to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
+    single, double = (
+        sensitivities(c, to_the_end, generator, which=("qkv",)).sigma["qkv"][0].lower
+        for c in (call, fine)
+    )
+    difference = abs(single / double - 1.0) if double > 0 else 0.0
+    streams, logits, divergence = _coarse(trace, model, coarse)
+    name = str(coarse).removeprefix("torch.")
+    effect = f"after the last block the stream is off by {streams[-1]:.2g}"
+    if divergence is not None:
+        token = "next" if trace.causal else "last"  # an encoder predicts the token it reads
+        effect += f", the probabilities of the {token} token by {divergence:.2g} nats (KL)"
+    return Precision(
+        again=difference,
+        again_head=(top.layer, top.head),
+        rounded=name,
+        stream=streams,
+        logits=logits,
+        divergence=divergence,
+        statement=(
+            f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
+            f"{difference:.1e}. With weights and stream rounded to {name}, {effect}."
+        ),
+    )
+
+
+def _coarse(
+    trace: ForwardTrace, model: nn.Module, coarse: torch.dtype
+) -> tuple[list[float], float | None, float | None]:
+    """Relative errors of the stream block by block, and what becomes of the last logits."""
+    lm_head, last = trace.lm_head, trace.blocks[-1].output
+    exact = None if lm_head is None else lm_head(last).double()
+    errors = []
+    with rounded(model, coarse):
+        x = _round(trace.blocks[0].input, coarse)
+        for block in trace.blocks:
+            x = _round(block.forward(x), coarse)
+            errors.append(float((x - block.output).norm() / block.output.norm()))
+        off = None if lm_head is None else lm_head(x).double()
+    if exact is None or off is None:
+        return errors, None, None
+    p, q = exact.log_softmax(-1), off.log_softmax(-1)
+    return errors, float((exact - off).abs().amax()), float((p.exp() * (p - q)).sum().clamp(min=0))
+
+
+@contextmanager
+def rounded(model: nn.Module, coarse: torch.dtype) -> Iterator[None]:
+    """Inside, the model's weights are rounded to ``coarse``; afterwards they are as before."""
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        for p in model.parameters():
+            p.copy_(_round(p, coarse))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(original[name])
+
+
+def _round(x: Tensor, coarse: torch.dtype) -> Tensor:
+    return x.detach().to(coarse).to(x.dtype)

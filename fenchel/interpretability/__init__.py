@@ -3,8 +3,7 @@
 from fenchel.interpretability.ablation import Ablation, ablate
 from fenchel.interpretability.hooked_model import HookedModel, can_be_hooked, hooked
 from fenchel.interpretability.intervention import Site
-from fenchel.interpretability.jacobian_lens import JacobianLens, fit_lens
-from fenchel.interpretability.lens_error import LensError, lens_errors
+from fenchel.interpretability.jacobian_lens import JacobianLens, LensError, fit_lens, lens_errors
 from fenchel.interpretability.lens_laws import Agreement, LayerLaw, Lens, last_laws, lens
 from fenchel.interpretability.patching import Patch, patch
 from fenchel.interpretability.score_parts import has_score_parts, score_parts

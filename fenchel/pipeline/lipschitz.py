@@ -30,33 +30,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fenchel.inspection import certify_constant
+from fenchel.inspection.certificates import mlp_layer, norm_layer
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.mlp import Mlp
-from fenchel.sensitivity.layers import (
-    ActivationLayer,
-    Chain,
-    GatedLayer,
-    LinearLayer,
-    NormLayer,
-    Residual,
-    SelfAttention,
-)
-from fenchel.sensitivity.perturbation import TokenLayer
-from fenchel.sensitivity.token_lipschitz import largest_stretch, logit_bound, token_bound
+from fenchel.sensitivity.layers import Chain, LinearLayer, NormLayer, Residual, SelfAttention
+from fenchel.sensitivity.token_lipschitz import logit_bound, token_bound
 
-ACTIVATION_NAMES = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-}
-"""MLPs with a known constant, and the names of their activations."""
 REQUIRED: dict[str, tuple[Any, ...]] = {
-    "mlp": tuple(ACTIVATION_NAMES),
+    "mlp": ("relu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"),
     "norm_place": ("pre",),
     "positions": ("rotary", "learned", "sinusoidal", "alibi", "none"),
     "rotary_scaling": (None,),
@@ -151,7 +135,7 @@ class LipschitzCap:
             if excess > 1.0:
                 for matrix in branch.matrices:
                     matrix.mul_((1.0 - _MARGIN) * excess**-0.5)
-        gain = float(token_bound(_norm_layer(model.norm), M).gain)
+        gain = float(token_bound(_last_norm(model), M).gain)
         shorten_rows_(model.lm_head_weight, self.head_limit / gain / model.config.logit_scale)
         shorten_rows_(model.embed.weight, self.longest_embedding)
 
@@ -172,25 +156,26 @@ def shorten_rows_(matrix: Tensor, longest: float) -> None:
 
 def branches(model: Transformer) -> Iterator[Branch]:
     """Attention and MLP of every block, in order."""
+    dtype = model.lm_head_weight.dtype
     for block in model.blocks:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, Attention)  # by REQUIRED
         assert isinstance(mlp, Mlp)
-        layers = _norm_layer(block.attention_norm), _attention_layer(attention)
+        assert block.attention_norm is not None
+        assert block.mlp_norm is not None
+        layers = norm_layer(block.attention_norm, dtype), _attention_layer(attention)
         yield Branch(Chain(layers), (attention.qkv.weight, attention.out.weight))
         maps = (mlp.up, mlp.down) if mlp.gate is None else (mlp.gate, mlp.up, mlp.down)
-        name = ACTIVATION_NAMES[model.config.mlp]
         yield Branch(
-            Chain((_norm_layer(block.mlp_norm), *_mlp_layers(mlp, name))),
+            Chain((norm_layer(block.mlp_norm, dtype), *mlp_layer(mlp, dtype).layers)),
             tuple(part.weight for part in maps),
         )
 
 
-def _norm_layer(module: nn.Module | None) -> NormLayer:
-    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
-    return NormLayer(module.weight, getattr(module, "bias", None), module.eps, kind)
+def _last_norm(model: Transformer) -> NormLayer:
+    assert model.norm is not None  # by REQUIRED
+    return norm_layer(model.norm, model.lm_head_weight.dtype)
 
 
 def _attention_layer(module: Attention) -> SelfAttention:
@@ -204,14 +189,6 @@ def _attention_layer(module: Attention) -> SelfAttention:
     return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=(b_Q, b_K, b_V))
 
 
-def _mlp_layers(mlp: Mlp, name: str) -> tuple[TokenLayer, ...]:
-    up, down = mlp.up, LinearLayer(mlp.down.weight.mT, mlp.down.bias)
-    if mlp.gate is None:
-        return LinearLayer(up.weight.mT, up.bias), ActivationLayer(name), down
-    biases = mlp.gate.bias, up.bias
-    return GatedLayer(mlp.gate.weight.mT, up.weight.mT, name, biases), down
-
-
 @torch.no_grad()
 def certified_constant(model: Transformer) -> float:
     """An upper bound of how far a logit moves when no token embedding moves further than 1."""
@@ -219,7 +196,7 @@ def certified_constant(model: Transformer) -> float:
     scale = model.config.branch_scale
     stages = [Residual(branch.layer, scale=scale) for branch in branches(model)]
     head = LinearLayer(model.config.logit_scale * model.lm_head_weight.double().mT)
-    return logit_bound([*stages, _norm_layer(model.norm)], head, model.config.width)
+    return logit_bound([*stages, _last_norm(model)], head, model.config.width)
 
 
 def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[str, float]:
@@ -227,28 +204,6 @@ def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[
 
     The attack begins at the embeddings of the first ids, in float64 on the CPU.
     """
-    certified = certified_constant(model)
     wide = copy.deepcopy(model).cpu().double().eval()
-    text = torch.from_numpy(np.asarray(ids[:_TOKENS], dtype=np.int64))[None]
-    given: list[Tensor] = []
-
-    def logits(X: Tensor) -> Tensor:
-        handle = wide.blocks[0].register_forward_pre_hook(lambda _, args: (X[None], *args[1:]))
-        try:
-            out: Tensor = wide(text)[0]
-        finally:
-            handle.remove()
-        return out
-
-    handle = wide.blocks[0].register_forward_pre_hook(lambda _, args: given.append(args[0]))
-    with torch.no_grad():
-        wide(text)
-    handle.remove()
-    X = given[0][0]
-    found = largest_stretch(logits, X, wide.lm_head_weight)
-    return {
-        "limit": limit,
-        "certified": certified,
-        "attacked": found.gain,
-        "embedding": float(X.norm(dim=-1).mean()),
-    }
+    text = torch.from_numpy(np.asarray(ids[:_TOKENS], dtype=np.int64))
+    return {"limit": limit, **certify_constant(wide, text)._asdict()}

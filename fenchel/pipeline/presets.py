@@ -56,14 +56,6 @@ class Training(NamedTuple):
     tokens: int
     """Per step."""
 
-    def optim(self) -> dict[str, Any]:
-        """Settings of the optimiser."""
-        return {"learning_rate": self.rate, "matrix_learning_rate": self.rate}
-
-    def train(self, context: int) -> dict[str, Any]:
-        """Settings of the loop for sequences of ``context`` tokens."""
-        return {"batch": self.tokens // context}
-
 
 SMALL = Training(3e-3, 2**14)
 BASE = Training(3e-3, 2**16)
@@ -84,9 +76,11 @@ class Preset:
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Settings of the model, the optimiser and the loop."""
-        optim, train = {}, {}
+        optim: dict[str, Any] = {}
+        train: dict[str, Any] = {}
         if self.training is not None:
-            optim, train = self.training.optim(), self.training.train(self.model["context"])
+            optim = dict.fromkeys(("learning_rate", "matrix_learning_rate"), self.training.rate)
+            train = {"batch": self.training.tokens // self.model["context"]}
         return {"model": dict(self.model), "optim": optim, "train": train}
 
 

@@ -72,6 +72,7 @@ from fenchel.model.lora import add_lora
 from fenchel.pipeline.config import RunConfig, section, settings
 from fenchel.pipeline.preparation import memory, memory_sentence
 from fenchel.pipeline.task import Task
+from fenchel.report.html import pluralise
 from fenchel.train import require_loggers
 from fenchel.train.loop import ConstrainFunction
 
@@ -262,13 +263,14 @@ class TuneTask(Task):
             train = replace(train, steps=max(1, math.ceil(epochs * rows / train.batch)))
         documents = "conversation" if facts.conversations else "document"
         self.callback.message(
-            f"{_count(facts.train_documents or 0, documents)} to train on, in "
-            f"{_count(rows, 'row')} of {batches.context:,} positions; "
-            f"{_count(batches.targets, 'token')} to predict, {_count(train.batch, 'row')} per step."
+            f"{pluralise(facts.train_documents or 0, documents)} to train on, in "
+            f"{pluralise(rows, 'row')} of {batches.context:,} positions; "
+            f"{pluralise(batches.targets, 'token')} to predict, "
+            f"{pluralise(train.batch, 'row')} per step."
         )
         if batches.cut_off:
             self.callback.message(
-                f"{_count(batches.cut_off, 'token')} of answers are beyond {batches.context:,} "
+                f"{pluralise(batches.cut_off, 'token')} of answers are beyond {batches.context:,} "
                 "positions and are left out; a larger tune.context has room for more."
             )
         self.config = replace(self.config, train=train)
@@ -441,11 +443,3 @@ class TuneTask(Task):
             },
             "sensitivity": attention_sensitivity(model, ids),
         }
-
-
-def _count(number: int, noun: str) -> str:
-    """
-    >>> _count(1, "row"), _count(2000, "row")
-    ('1 row', '2,000 rows')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

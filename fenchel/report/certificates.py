@@ -15,28 +15,24 @@ from fenchel.inspection_result import (
     DecisionCertification,
     LayerCertificate,
 )
+from fenchel.report.heat_map import heat_values, span_edges, span_sums, token_map
 from fenchel.report.html import (
     Html,
     Section,
     clean,
-    document,
-    duration,
     element,
     format_bound,
     format_number,
-    heat_map,
-    heat_values,
     join,
     json_numbers,
     method_section,
     notes,
-    page_header,
     picture,
     pluralise,
     shorten,
+    subject_page,
     table,
 )
-from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles, span_tokens
 from fenchel.report.measures import (
     CERTIFICATE,
     DECISION,
@@ -55,13 +51,14 @@ _TOP = 3  # tokens of a witness in the table
 
 def render(result: Certification) -> str:
     """The whole page as text."""
-    name = shorten(clean(str(result.subject["name"])), 200)
-    return document(
-        title=f"{name} certified · fenchel",
-        header=_header(result, name),
-        sections=[certificates(result.certificates, result.tokens), _method(result)],
-        views=("heat_map.js",),
+    of_layer, _ = _LEVELS[result.certificates.level]
+    sentence = (
+        f"{result.subject['family']}: {of_layer}s certified over a ball of radius "
+        f"{result.certificates.radius:g} about the first "
+        f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
     )
+    sections = [certificates(result.certificates, result.tokens), _method(result)]
+    return subject_page("certificates", "certified", result.subject, sentence, sections)
 
 
 def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
@@ -91,7 +88,12 @@ def certificates(data: Certificates, tokens: Sequence[str]) -> Section:
         edges = span_edges(len(tokens), _COLUMNS)
         pictures = {
             "certificates": _ends_picture(layers),
-            "witnesses": _moves_picture(layers, tokens, edges),
+            "witnesses": token_map(
+                [f"layer {layer.layer}" for layer in layers],
+                tokens,
+                edges,
+                [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers])],
+            ),
         }
         moves = (
             "The share of each token in the squared distance from the text's own input to the "
@@ -126,7 +128,6 @@ _MOVES = {
 
 def render_decisions(result: DecisionCertification) -> str:
     """The page of certified decisions."""
-    name = shorten(clean(str(result.subject["name"])), 200)
     sentence = (
         f"{result.subject['family']}: decisions certified at "
         f"{pluralise(len(result.rows), 'position')} of {shorten(clean(result.text), 80)}."
@@ -142,14 +143,10 @@ def render_decisions(result: DecisionCertification) -> str:
     tables = {
         "subject": result.subject,
         "settings": {"text": result.text, "norm": result.norm, "keep": result.keep},
-        "time": {key: duration(value) for key, value in result.seconds.items()},
     }
-    return document(
-        title=f"{name} certified · fenchel",
-        header=page_header("decisions", name, sentence),
-        sections=[decisions(result), method_section("How it was computed", about, tables)],
-        views=("heat_map.js",),
-    )
+    method = method_section("How it was computed", about, tables, result.seconds)
+    sections = [decisions(result), method]
+    return subject_page("decisions", "certified", result.subject, sentence, sections)
 
 
 def decisions(result: DecisionCertification) -> Section:
@@ -195,24 +192,17 @@ def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     rows = []
     for row in result.rows:
         inside = row.first_order if row.first_order < row.attacked else math.nan
-        centre, lower, upper = json_numbers((inside, row.certified, row.attacked))
-        texts = [format_bound(row.certified, up=False)]
-        found = row.ratio is not None
-        texts.append(format_bound(row.attacked, up=True) if found else "none found")
+        upper = "none found" if row.ratio is None else format_bound(row.attacked, up=True)
         name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
-        numbers = {"centre": centre, "lower": lower, "upper": upper}
-        rows.append({"name": name, **numbers, "texts": texts})
+        texts = (format_bound(row.certified, up=False), upper)
+        rows.append(_interval(name, (inside, row.certified, row.attacked), texts))
     return {"view": "intervals", "rows": rows}
 
 
-def _header(result: Certification, name: str) -> Html:
-    of_layer, _ = _LEVELS[result.certificates.level]
-    sentence = (
-        f"{result.subject['family']}: {of_layer}s certified over a ball of radius "
-        f"{result.certificates.radius:g} about the first "
-        f"{pluralise(len(result.tokens), 'token')} of {shorten(clean(result.text), 80)}."
-    )
-    return page_header("certificates", name, sentence)
+def _interval(name: str, numbers: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    """A row of a picture: centre, lower and upper end, and both ends in words."""
+    centre, lower, upper = json_numbers(numbers)
+    return {"name": name, "centre": centre, "lower": lower, "upper": upper, "texts": texts}
 
 
 def _verdict(data: Certificates, of_layer: str) -> str:
@@ -243,31 +233,11 @@ def _ends_picture(layers: Sequence[LayerCertificate]) -> dict[str, Any]:
     measures = {one.name: one for one in CERTIFICATE}
     rows = []
     for layer in layers:
-        ends = ("at the text", "lower", "upper")
-        centre, lower, upper = json_numbers(measures[name].number(layer) for name in ends)
-        texts = [measures["lower"].text(layer), measures["upper"].text(layer)]
-        rows.append(
-            {
-                "name": f"layer {layer.layer}",
-                "centre": centre,
-                "lower": lower,
-                "upper": upper,
-                "texts": texts if layer.upper is not None else [texts[0], "no bound"],
-            }
-        )
+        ends = [measures[name].number(layer) for name in ("at the text", "lower", "upper")]
+        upper = "no bound" if layer.upper is None else measures["upper"].text(layer)
+        texts = (measures["lower"].text(layer), upper)
+        rows.append(_interval(f"layer {layer.layer}", ends, texts))
     return {"view": "intervals", "rows": rows}
-
-
-def _moves_picture(
-    layers: Sequence[LayerCertificate], tokens: Sequence[str], edges: Sequence[int]
-) -> dict[str, Any]:
-    return heat_map(
-        [f"layer {layer.layer}" for layer in layers],
-        span_tokens(tokens, edges),
-        [heat_values("moved", [span_sums(layer.moved, edges) for layer in layers])],
-        across="token",
-        titles=span_titles(tokens, edges),
-    )
 
 
 def _witnesses(layers: Sequence[LayerCertificate], tokens: Sequence[str]) -> Html:
@@ -288,6 +258,5 @@ def _method(result: Certification) -> Section:
     )
     settings = {"text": result.text, "device": result.device, "seed": result.seed}
     settings |= {"radius": data.radius, "norm": data.norm}
-    spent = {name: duration(value) for name, value in result.seconds.items()}
-    tables = {"subject": result.subject, "settings": settings, "time": spent}
-    return method_section("How it was computed", sentence, tables)
+    tables = {"subject": result.subject, "settings": settings}
+    return method_section("How it was computed", sentence, tables, result.seconds)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fenchel.report.curves import CHARTS, Chart, axis_choice
+from fenchel.report.curves import CHARTS, Chart, axis_choice, line_chart
 from fenchel.report.html import (
     Section,
     amount,
@@ -39,7 +39,6 @@ from fenchel.report.html import (
 from fenchel.report.run_data import (
     RunData,
     Series,
-    chart_series,
     layer_series,
     mapping,
     number,
@@ -247,27 +246,14 @@ def _curves(comparison: Comparison) -> Section:
     figures = []
     for n, (chart, title, column) in enumerate(_charts()):
         columns = [column(run) for run in comparison.runs]
-        values = np.concatenate([one.finite for one in columns])
-        if not len(values):
+        if not any(len(one.finite) for one in columns):
             continue
-        name = f"{chart.name}-{n}"
-        log = bool(values.min() > 0 and values.max() > chart.spread * values.min())
-        pictures[name] = {
-            "view": "lineChart",
-            "log": log,
-            "zero": chart.zero,
-            "series": [
-                {**chart_series(run, label, one), "tone": index % TONES}
-                for index, (label, run, one) in enumerate(
-                    zip(comparison.names, comparison.runs, columns, strict=True)
-                )
-                if len(one.steps)
-            ],
-            "references": [],
-        }
+        name, tones = f"{chart.name}-{n}", (index % TONES for index in range(len(columns)))
+        drawn = zip(comparison.runs, comparison.names, columns, tones, strict=True)
+        pictures[name] = line_chart(chart, list(drawn))
         rows = [[format_number(cell) for cell in row] for row in table_rows(columns)]
         numbers = table(("step", *comparison.names), rows, caption=f"{title} at some of the steps")
-        caption = "Logarithmic scale." if log else ""
+        caption = "Logarithmic scale." if pictures[name]["log"] else ""
         figures.append(picture(name, title, caption, numbers, width=chart.width))
     if not figures:
         body = notes(["None of the runs has a measurement yet."])

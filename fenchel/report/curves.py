@@ -5,7 +5,7 @@ the caption names its steps.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,14 @@ def curves(run: RunData) -> Section:
         if not any(len(column.finite) for column in columns.values()):
             missing.append(chart.title.lower())
             continue
-        pictures[chart.name] = _data(run, chart, columns)
+        tones = {label: int(label == "validation") for label in columns}
+        drawn = [(run, label, column, tones[label]) for label, column in columns.items()]
+        pictures[chart.name] = line_chart(chart, drawn)
+        if chart.name == "bits":
+            references = baselines(run.summary)
+            pictures[chart.name]["references"] = [
+                {"name": name, "value": value} for name, value in references
+            ]
         figures.append(_figure(chart, columns, log=pictures[chart.name]["log"]))
     if figures:
         body += [
@@ -108,20 +115,20 @@ def curves(run: RunData) -> Section:
     return Section(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
 
 
-def _data(run: RunData, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
-    values = np.concatenate([column.finite for column in columns.values()])
+def line_chart(chart: Chart, columns: Sequence[tuple[RunData, str, Series, int]]) -> dict[str, Any]:
+    """What ``lineChart`` of charts.js takes; of every column its run, label, values and tone."""
+    values = np.concatenate([column.finite for _, _, column, _ in columns])
     spread = values.min() > 0 and values.max() > chart.spread * values.min()
-    references = baselines(run.summary) if chart.name == "bits" else []
     return {
         "view": "lineChart",
         "log": bool(spread),
         "zero": chart.zero,
         "series": [
-            {**chart_series(run, label, column), "tone": int(label == "validation")}
-            for label, column in columns.items()
+            {**chart_series(run, label, column), "tone": tone}
+            for run, label, column, tone in columns
             if len(column.steps)
         ],
-        "references": [{"name": name, "value": value} for name, value in references],
+        "references": [],
     }
 
 

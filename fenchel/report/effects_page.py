@@ -7,24 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fenchel.report.heat_map import heat_map, heat_values, token_map
 from fenchel.report.html import (
-    Html,
     Section,
     clean,
-    document,
     element,
     format_number,
-    heat_map,
-    heat_values,
     join,
     method_section,
     number_cards,
-    page_header,
     picture,
     shorten,
+    subject_page,
     table,
 )
-from fenchel.report.inspection_blocks import span_titles, span_tokens
 
 _NAMES = {
     "q": "queries",
@@ -43,8 +39,6 @@ Effect = Mapping[str, Any]
 
 def render_ablation(record: Mapping[str, Any]) -> str:
     """The page of an ablation as text."""
-    subject = record["subject"]
-    name = shorten(clean(str(subject["name"])), 200)
     sentence = (
         "Which parts of the model this text needs: the change of the loss when one head, "
         f"attention or MLP is replaced by {_REPLACEMENTS.get(record['to'], record['to'])}, on "
@@ -59,23 +53,16 @@ def render_ablation(record: Mapping[str, Any]) -> str:
     cards.append(("Without them it falls", f"{len(lower)}", f"of {len(record['effects'])} parts"))
     lead = element("p", ablation_finding(record), class_="lead")
     sections = [
-        _section("summary", "Summary", join([lead, number_cards(cards)], "\n")),
+        Section(anchor="summary", title="Summary", body=join([lead, number_cards(cards)], "\n")),
         *_grids(record, unit="nats per token", tokens=()),
         _method(record),
     ]
-    return document(
-        title=f"{name} ablated · fenchel",
-        header=page_header("ablation", name, sentence),
-        sections=sections,
-        views=("heat_map.js",),
-    )
+    return subject_page("ablation", "ablated", record["subject"], sentence, sections)
 
 
 def render_patch(record: Mapping[str, Any]) -> str:
     """The page of a patch between two prompts as text."""
-    subject, (right, wrong) = record["subject"], record["words"]
-    name = shorten(clean(str(subject["name"])), 200)
-    words = [shorten(clean(word).strip(), 40) for word in (right, wrong)]
+    words = [shorten(clean(word).strip(), 40) for word in record["words"]]
     sentence = (
         f"Where the model carries the difference between two prompts, of which one is followed by "
         f"“{words[0]}” and the other by “{words[1]}”: the corrupt one is read with one query, key, "
@@ -95,16 +82,15 @@ def render_patch(record: Mapping[str, Any]) -> str:
         )
     ]
     sections = [
-        _section("summary", "Summary", join([*prompts, lead, number_cards(cards)], "\n")),
+        Section(
+            anchor="summary",
+            title="Summary",
+            body=join([*prompts, lead, number_cards(cards)], "\n"),
+        ),
         *_grids(record, unit="share", tokens=record["corrupt_tokens"]),
         _method(record),
     ]
-    return document(
-        title=f"{name} patched · fenchel",
-        header=page_header("patch", name, sentence),
-        sections=sections,
-        views=("heat_map.js",),
-    )
+    return subject_page("patch", "patched", record["subject"], sentence, sections)
 
 
 def ablation_finding(record: Mapping[str, Any]) -> str:
@@ -188,15 +174,8 @@ def _grids(record: Mapping[str, Any], *, unit: str, tokens: Sequence[str]) -> li
     if streams:
         columns = sorted({one["position"] for one in streams})
         edges = [*columns, columns[-1] + 1]
-        data = _grid(
-            streams,
-            "position",
-            columns,
-            ["stream"],
-            span_tokens(tokens, edges),
-            across="token",
-            titles=span_titles(tokens, edges),
-        )
+        rows, measures = _grid(streams, "position", columns, ["stream"])
+        data = token_map(rows, tokens, edges, measures)
         about = "The stream after a layer at one token. Tokens before the first difference are "
         about += "left out: they are the same in both passes."
         sections.append(_figure("streams", "Streams", about, data, streams, unit))
@@ -206,7 +185,8 @@ def _grids(record: Mapping[str, Any], *, unit: str, tokens: Sequence[str]) -> li
             continue
         parts = [part for part in group if any(one["part"] == part for one in some)]
         columns = sorted({one["head"] for one in some})
-        data = _grid(some, "head", columns, parts, [str(n) for n in columns], across="head")
+        rows, measures = _grid(some, "head", columns, parts)
+        data = heat_map(rows, [str(n) for n in columns], measures, across="head")
         title = "Heads" if "head" in parts else " and ".join(_NAMES[p] for p in parts).capitalize()
         about = "One row per layer, one column per head."
         sections.append(_figure(parts[0], title, about, data, some, unit))
@@ -227,26 +207,18 @@ def _grids(record: Mapping[str, Any], *, unit: str, tokens: Sequence[str]) -> li
 
 
 def _grid(
-    effects: Sequence[Effect],
-    axis: str,
-    columns: Sequence[int],
-    parts: Sequence[str],
-    names: Sequence[str],
-    *,
-    across: str,
-    titles: Sequence[str] | None = None,
-) -> dict[str, Any]:
+    effects: Sequence[Effect], axis: str, columns: Sequence[int], parts: Sequence[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The rows of a map, one per layer, and a measure per part."""
     layers = sorted({one["layer"] for one in effects})
     at = {(one["part"], one["layer"], one[axis]): value_of(one) for one in effects}
     measures = [
         heat_values(
-            _NAMES[part],
-            [[at.get((part, n, c), math.nan) for c in columns] for n in layers],
+            _NAMES[part], [[at.get((part, n, c), math.nan) for c in columns] for n in layers]
         )
         for part in parts
     ]
-    rows = [f"layer {n}" for n in layers]
-    return heat_map(rows, names, measures, across=across, titles=titles)
+    return [f"layer {n}" for n in layers], measures
 
 
 def _figure(
@@ -264,10 +236,6 @@ def _figure(
     note = "Exact where a pass was run, else the estimate."
     figure = picture(anchor, title, f"{about} {note}", numbers, width="whole")
     return Section(anchor=anchor, title=title, body=figure, pictures={anchor: data})
-
-
-def _section(anchor: str, title: str, body: Html) -> Section:
-    return Section(anchor=anchor, title=title, body=body)
 
 
 def _method(record: Mapping[str, Any]) -> Section:

@@ -318,6 +318,24 @@ def document(
     )
 
 
+def subject_page(
+    kind: str,
+    done: str,
+    subject: Mapping[str, Any],
+    sentence: str,
+    sections: Sequence[Section],
+    *views: str,
+) -> str:
+    """A page about the model that ``subject`` describes, which was ``done``, such as "ablated"."""
+    name = shorten(clean(str(subject["name"])), 200)
+    return document(
+        title=f"{name} {done} · fenchel",
+        header=page_header(kind, name, sentence),
+        sections=sections,
+        views=("heat_map.js", *views),
+    )
+
+
 def picture(
     name: str, title: str, caption: str, numbers: Html, *, width: str = "half", open_: bool = False
 ) -> Html:
@@ -342,52 +360,18 @@ def number_cards(entries: Iterable[tuple[str, str, str]]) -> Html:
     )
 
 
-def method_section(title: str, about: str, tables: Mapping[str, Mapping[str, Any]]) -> Section:
-    """How the numbers of a page were computed: in words, and as tables of facts by caption."""
+def method_section(
+    title: str,
+    about: str,
+    tables: Mapping[str, Mapping[str, Any]],
+    seconds: Mapping[str, float] | None = None,
+) -> Section:
+    """How the numbers of a page were computed: in words, as tables of facts by caption, in time."""
+    if seconds is not None:
+        tables = {**tables, "time": {name: duration(spent) for name, spent in seconds.items()}}
     cards = (facts(values, caption=caption) for caption, values in tables.items())
     body = (element("p", about, class_="about"), element("div", *cards, class_="cards"))
     return Section(anchor="method", title=title, body=join(body, "\n"))
-
-
-def heat_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    measures: Iterable[Mapping[str, Any]],
-    *,
-    across: str,
-    down: str = "",
-    titles: Sequence[str] | None = None,
-    start: tuple[int, int] | None = None,
-) -> dict[str, Any]:
-    """The data of a heat map (heat_map.js), which shows one of its measures (``heat_values``).
-
-    ``down`` and ``across`` are what the rows and columns are; ``titles`` are longer names of
-    columns that are tokens. ``start`` is the (column, row) that is read out first: that of the
-    largest value when left out.
-    """
-    shown = list(measures)
-    cells = [
-        (math.inf if value is None else value, column, row)
-        for row, line in enumerate(shown[0]["values"])
-        for column, value in enumerate(line)
-    ]
-    longer = {} if titles is None else {"titles": titles}
-    first = start or max(cells, key=lambda cell: cell[0], default=(0.0, 0, 0))[1:]
-    named = {"view": "heat", "rows": rows, "columns": columns, "start": first, **longer}
-    return {**named, "down": down, "across": across, "measures": shown}
-
-
-def heat_values(
-    name: str,
-    values: Iterable[Iterable[float]],
-    about: str = "",
-    *,
-    bend: str = "",
-    own: bool = False,
-) -> dict[str, Any]:
-    """One measure of a heat map; ``own`` gives every row its own colour scale."""
-    numbers = [json_numbers(row) for row in values]
-    return {"name": name, "about": about, "bend": bend, "own": own, "values": numbers}
 
 
 def policy(*, script: str, style: str) -> str:

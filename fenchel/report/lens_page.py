@@ -7,25 +7,22 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from fenchel.report.heat_map import heat_values, span_edges, token_map
 from fenchel.report.html import (
     Section,
     clean,
-    document,
     element,
     format_number,
-    heat_map,
-    heat_values,
     join,
     json_numbers,
     method_section,
     number_cards,
-    page_header,
     picture,
     pluralise,
     shorten,
+    subject_page,
     table,
 )
-from fenchel.report.inspection_blocks import span_edges, span_titles, span_tokens
 
 _TOKENS = 128  # columns of the grid
 _WORD = 24  # characters of a word in the grid
@@ -51,19 +48,13 @@ _NAMES = {
 
 def render(record: Mapping[str, Any]) -> str:
     """The whole page as text."""
-    subject = record["subject"]
-    name = shorten(clean(str(subject["name"])), 200)
     sentence = (
         f"What the model would say if it ended after each of its "
         f"{pluralise(len(record['lenses'][-1]['layers']), 'layer')}, on the first "
         f"{pluralise(len(record['tokens']), 'token')} of {shorten(clean(record['text']), 80)}."
     )
-    return document(
-        title=f"{name} through a lens · fenchel",
-        header=page_header("lens", name, sentence),
-        sections=[_summary(record), _laws(record), _agreement(record), _method(record)],
-        views=("heat_map.js", "lens.js"),
-    )
+    sections = [_summary(record), _laws(record), _agreement(record), _method(record)]
+    return subject_page("lens", "through a lens", record["subject"], sentence, sections, "lens.js")
 
 
 def _summary(record: Mapping[str, Any]) -> Section:
@@ -174,9 +165,10 @@ def _agreement(record: Mapping[str, Any]) -> Section:
     lenses, fit = record["lenses"], record["fit"]
     layers, tokens = lenses[-1]["layers"], record["tokens"]
     edges = span_edges(min(len(tokens), _TOKENS), _TOKENS)
-    kl = heat_map(
+    kl = token_map(
         [f"layer {n}" for n in layers],
-        span_tokens(tokens, edges),
+        tokens,
+        edges,
         [
             heat_values(
                 _NAMES[one["kind"]][0],
@@ -186,8 +178,6 @@ def _agreement(record: Mapping[str, Any]) -> Section:
             )
             for one in sorted(_shown(record), key=lambda one: one is not nearest(record))
         ],
-        across="token",
-        titles=span_titles(tokens, edges),
     )
     names = [_NAMES[one["kind"]][0] for one in lenses]
     head = ("layer", *(f"{name}: {what}" for name in names for what in ("top", "KL", "loss")))

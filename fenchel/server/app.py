@@ -62,7 +62,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fenchel.files import printable
 from fenchel.generation import Request, Sampling, Update
 from fenchel.generation.scheduler import TurnFacts
-from fenchel.server.embeddings import Embedder
+from fenchel.model import Transformer
+from fenchel.server.embeddings import embed
 from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
 from fenchel.server.guard import Guard
 from fenchel.server.metrics import CONTENT_TYPE, Metrics
@@ -141,6 +142,10 @@ def error_response(error: ApiError) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error.body(), error.status, headers)
+
+
+def _queue_full(message: str, retry_after: float = 1.0) -> ApiError:
+    return ApiError(message, status=429, code="queue_full", retry_after=retry_after)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -268,17 +273,12 @@ class Exchange:
             for number, request in enumerate(self.call.requests):
                 on_update = partial(self._relay.put, self, number)
                 self._tickets.append(engine.submit(request, on_update))
-        except QueueFull as error:
+        except (QueueFull, ValueError, RuntimeError) as error:
             self.close()
-            raise ApiError(
-                str(error), status=429, code="queue_full", retry_after=error.retry_after
-            ) from None
-        except ValueError as error:
-            self.close()
-            raise ApiError(str(error)) from None
-        except RuntimeError as error:
-            self.close()
-            raise ApiError(str(error), status=503) from None
+            if isinstance(error, QueueFull):
+                raise _queue_full(str(error), error.retry_after) from None
+            status = 400 if isinstance(error, ValueError) else 503
+            raise ApiError(str(error), status=status) from None
         self._listener = asyncio.create_task(self._listen(receive))
         loop = asyncio.get_running_loop()
         self._timers = [loop.call_later(self._settings.queue_seconds, self._waited)]
@@ -410,7 +410,7 @@ class App:
         self,
         served: ServedModel,
         engine: Engine | None,
-        embedder: Embedder,
+        model: Transformer,
         relay: Relay,
         settings: ServerSettings,
         lens: LayerLaws | None = None,
@@ -421,11 +421,12 @@ class App:
         the modules of the engine's model.
         """
         self.lens = lens
-        self.served, self.engine, self.embedder = served, engine, embedder
+        self.served, self.engine, self.model = served, engine, model
         self.relay, self.settings = relay, settings
         self._embedding = 0
         self._reading = 0
         self._templates = ThreadPoolExecutor(2, "chat template")
+        self._beside = ThreadPoolExecutor(1, "fenchel-embeddings")
         relay.on_end = self._check_engine
         if engine is not None:
             relay.metrics.watch(engine)
@@ -442,18 +443,19 @@ class App:
                 )
             )
         middleware.append(Middleware(ServerGuard, settings=settings))
+        post = partial(Route, methods=["POST"])
         self.asgi = Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/detokenize", self._detokenize, methods=["POST"]),
-                Route("/lens", self._lens, methods=["POST"]),
+                post("/v1/completions", partial(self._generate, parse=completion_call)),
+                post("/v1/chat/completions", partial(self._generate, parse=chat_call)),
+                post("/v1/embeddings", self._embeddings),
+                post("/tokenize", partial(self._respond, parse=tokenize)),
+                post("/detokenize", partial(self._respond, parse=detokenize)),
+                post("/lens", self._lens),
                 Route("/tokenizer_info", self._tokenizer_info),
                 Route("/metrics", self._metrics),
             ],
@@ -474,7 +476,7 @@ class App:
         self._templates.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close, 0.0)
-        await asyncio.to_thread(self.embedder.close)
+        await asyncio.to_thread(self._beside.shutdown, cancel_futures=True)
 
     def _check_engine(self) -> None:
         if self.engine is not None and self.engine.failure is not None:
@@ -526,12 +528,6 @@ class App:
         require_model(request.path_params["name"], self.served)
         return json_response(model_card(self.served))
 
-    async def _completions(self, request: HttpRequest) -> Response:
-        return await self._generate(request, completion_call)
-
-    async def _chat(self, request: HttpRequest) -> Response:
-        return await self._generate(request, chat_call)
-
     async def _generate(
         self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Call]
     ) -> Response:
@@ -568,12 +564,7 @@ class App:
     ) -> T:
         """What ``parse`` makes of the body, in another thread; of a conversation, in its pool."""
         if self._reading >= MOST_BODIES:
-            raise ApiError(
-                f"{self._reading} bodies are read already.",
-                status=429,
-                code="queue_full",
-                retry_after=1.0,
-            )
+            raise _queue_full(f"{self._reading} bodies are read already.")
         self._reading += 1
         try:
             body = await read_body(request)
@@ -591,9 +582,7 @@ class App:
             for ids in call.inputs:
                 if await request.is_disconnected():
                     return Response(status_code=CLIENT_LEFT)
-                vectors.append(
-                    await loop.run_in_executor(self.embedder.thread, self.embedder.embed, ids)
-                )
+                vectors.append(await loop.run_in_executor(self._beside, embed, self.model, ids))
         answer = call.response(vectors)
         milliseconds = round(1e3 * (time.monotonic() - started), 1)
         _print_line("/v1/embeddings", status=200, **answer["usage"], ms=milliseconds)
@@ -603,12 +592,7 @@ class App:
     def _waiting(self) -> Iterator[None]:
         """Context manager: a request for the thread of the embeddings, of which some may wait."""
         if self._embedding >= self.settings.embedding_queue:
-            raise ApiError(
-                f"{self._embedding} requests for embeddings wait already.",
-                status=429,
-                code="queue_full",
-                retry_after=1.0,
-            )
+            raise _queue_full(f"{self._embedding} requests for embeddings wait already.")
         self._embedding += 1
         try:
             yield
@@ -622,14 +606,13 @@ class App:
         with self._waiting():
             read = partial(self.lens, call.ids, call.next, top=call.top)
             loop = asyncio.get_running_loop()
-            laws = await loop.run_in_executor(self.embedder.thread, read)
+            laws = await loop.run_in_executor(self._beside, read)
         return json_response(call.response(laws, self.served))
 
-    async def _tokenize(self, request: HttpRequest) -> Response:
-        return json_response(await self._parsed(request, tokenize))
-
-    async def _detokenize(self, request: HttpRequest) -> Response:
-        return json_response(await self._parsed(request, detokenize))
+    async def _respond(
+        self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Any]
+    ) -> Response:
+        return json_response(await self._parsed(request, parse))
 
     async def _tokenizer_info(self, _: HttpRequest) -> Response:
         return json_response(tokenizer_info(self.served))

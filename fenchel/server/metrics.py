@@ -11,6 +11,7 @@ and the mean entropy of the attention of traced tokens, per layer,
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,69 +38,38 @@ class Metrics:
     def __init__(self, routes: Iterable[str]) -> None:
         """``routes`` are the paths that are counted by name; others are counted together."""
         registry = self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        steps, waits = (partial(Histogram, registry=registry, buckets=b) for b in (_STEPS, _WAITS))
+        per_layer = partial(Summary, labelnames=["layer"], registry=registry)
         self._routes = frozenset(routes)
         ProcessCollector(registry=registry)
-        self._requests = Counter(
+        self._requests = counter(
             "fenchel_requests",
             "Answers by route and status; 499 is a client that left.",
             ["route", "status"],
-            registry=registry,
         )
-        self._tokens = Counter(
-            "fenchel_tokens", "Tokens of prompts and of answers.", ["kind"], registry=registry
+        self._tokens = counter("fenchel_tokens", "Tokens of prompts and of answers.", ["kind"])
+        self._finishes = counter("fenchel_choices", "Choices by how they ended.", ["finish"])
+        self._queue = gauge("fenchel_queue_length", "Choices that wait.")
+        self._rows = gauge("fenchel_active_rows", "Rows of the batch in use.")
+        self._columns = gauge(
+            "fenchel_cache_columns", "Columns of the cache that the last step read."
         )
-        self._finishes = Counter(
-            "fenchel_choices", "Choices by how they ended.", ["finish"], registry=registry
+        self._queued = waits("fenchel_queue_seconds", "From arrival to the reading of the prompt.")
+        self._first = waits("fenchel_first_token_seconds", "From arrival to the first token.")
+        self._whole = waits("fenchel_choice_seconds", "From arrival to the end.")
+        self._between = steps(
+            "fenchel_between_tokens_seconds", "Between two tokens of a choice, its mean."
         )
-        self._queue = Gauge("fenchel_queue_length", "Choices that wait.", registry=registry)
-        self._rows = Gauge("fenchel_active_rows", "Rows of the batch in use.", registry=registry)
-        self._columns = Gauge(
-            "fenchel_cache_columns",
-            "Columns of the cache that the last step read.",
-            registry=registry,
+        self._steps = steps(
+            "fenchel_step_seconds", "One decoding step, by the rows that it computes.", ["rows"]
         )
-        self._queued = Histogram(
-            "fenchel_queue_seconds",
-            "From arrival to the reading of the prompt.",
-            buckets=_WAITS,
-            registry=registry,
+        self._prefill = counter("fenchel_prefill_seconds", "Time spent on reading prompts.")
+        self._entropy = per_layer(
+            "fenchel_attention_entropy_nats", "Entropy of the attention of traced tokens."
         )
-        self._first = Histogram(
-            "fenchel_first_token_seconds",
-            "From arrival to the first token.",
-            buckets=_WAITS,
-            registry=registry,
-        )
-        self._whole = Histogram(
-            "fenchel_choice_seconds", "From arrival to the end.", buckets=_WAITS, registry=registry
-        )
-        self._between = Histogram(
-            "fenchel_between_tokens_seconds",
-            "Between two tokens of a choice, its mean.",
-            buckets=_STEPS,
-            registry=registry,
-        )
-        self._steps = Histogram(
-            "fenchel_step_seconds",
-            "One decoding step, by the rows that it computes.",
-            ["rows"],
-            buckets=_STEPS,
-            registry=registry,
-        )
-        self._prefill = Counter(
-            "fenchel_prefill_seconds", "Time spent on reading prompts.", registry=registry
-        )
-        self._entropy = Summary(
-            "fenchel_attention_entropy_nats",
-            "Entropy of the attention of traced tokens.",
-            ["layer"],
-            registry=registry,
-        )
-        self._keys = Summary(
-            "fenchel_attention_effective_keys",
-            "Effective number of keys of traced tokens.",
-            ["layer"],
-            registry=registry,
+        self._keys = per_layer(
+            "fenchel_attention_effective_keys", "Effective number of keys of traced tokens."
         )
 
     def watch(self, engine: Engine) -> None:

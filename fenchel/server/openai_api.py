@@ -23,13 +23,15 @@ reason; then the usage, where it is requested.
 """
 
 import json
+import math
 import secrets
 import struct
 import time
 from base64 import b64encode
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,7 +39,12 @@ from torch import Tensor
 from fenchel.config import did_you_mean
 from fenchel.data import ChatTemplate, TextTokenizer
 from fenchel.files import no_duplicates, printable
-from fenchel.generation.attention_trace import TRACE_FIELDS, TraceSettings, trace_settings
+from fenchel.generation.attention_trace import (
+    MOST_TOP,
+    MOST_WEIGHTS,
+    TraceAttention,
+    TraceSettings,
+)
 from fenchel.generation.generate import prompt_ids
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling, choice_seed
 from fenchel.generation.scheduler import Request, Token, Update
@@ -51,15 +58,16 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 DEEPEST = 16
 """Nested objects and lists of a body at most."""
 MOST_DRAFT, MOST_TOKENS = 64, 1 << 20
+"""Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
 MOST_STRENGTH = 1e3
 """Of a direction, in units of its vectors."""
+TRACE_FIELDS = ("entropy", "attention", "sensitivity", "confidence")
 DECODING_FIELDS = (
     *("draft", "past_context"),
     *("steer", "token_kl", "emphasise", "emphasis", "emphasis_layers"),
     *("head_beta", "head_choice"),
 )
-"""Fields of the field ``fenchel`` beside those of a trace."""
-"""Tokens to guess ahead at most, and new tokens of a choice that goes on past the context."""
+"""Fields of the field ``fenchel``: of a trace, and all others."""
 LOWEST = -9999.0
 """What -inf is written as."""
 
@@ -130,6 +138,15 @@ class ApiError(Exception):
 
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@contextmanager
+def _refused(param: str | None = None) -> Iterator[None]:
+    """Context manager: what the library refuses is an error of the field ``param``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), param=param) from None
 
 
 class NamedDirection(NamedTuple):
@@ -245,14 +262,13 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     """The call of a body of /v1/completions."""
     fields = _Fields(body, COMPLETION_FIELDS, "/v1/completions")
     fields.model(served)
-    prompts = _prompts(fields, served)
+    prompts = _prompts(fields, served, "prompt", partial(_text_ids, served=served))
     echo = fields.flag("echo")
     if echo and served.config.kind == "encoder-decoder":
         raise ApiError("the encoder reads a prompt, and no score of it can be given.", param="echo")
     top = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
     own = _own_fields(fields, served)
-    most = fields.integer("max_tokens", 16, 0, own.most_tokens)
-    assert most is not None
+    most = fields.integer("max_tokens", 16, 0, _most_tokens(own, served)) or 0
     if most == 0 and not echo:
         raise ApiError(
             "max_tokens should be at least 1; 0 needs echo, which then returns the prompt alone.",
@@ -265,16 +281,12 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         prompt=(0,),
         max_new_tokens=most,
         sampling=_sampling(fields, served),
-        seed=0,
         stop_ids=_stop_ids(fields, served, served.ends),
         stop_strings=fields.stops(),
         logprobs=top,
         # A prompt that is only echoed takes the way of one whose scores are requested.
         prompt_logprobs=(top or 0) if echo and (top is not None or most == 0) else None,
-        trace=own.trace,
-        draft=own.draft,
-        past_context=own.past_context,
-        steering=own.steering,
+        **own,
     )
     return _call(fields, served, template, [ids for ids, _ in prompts], is_chat=False, echo=echoes)
 
@@ -293,9 +305,10 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         )
     if served.config.kind == "encoder-decoder":
         room = served.context  # the decoder reads the answer alone
-    room = own.most_tokens if own.past_context else room
-    most = fields.integer("max_tokens", None, 1, own.most_tokens)
-    newer = fields.integer("max_completion_tokens", None, 1, own.most_tokens)
+    limit = _most_tokens(own, served)
+    room = limit if own["past_context"] else room
+    most = fields.integer("max_tokens", None, 1, limit)
+    newer = fields.integer("max_completion_tokens", None, 1, limit)
     if most is not None and newer is not None and most != newer:
         raise ApiError(
             "max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens"
@@ -308,19 +321,13 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     texts = [stop for stop in served.template_stops if isinstance(stop, str)]
     template = Request(
         prompt=(0,),
-        max_new_tokens=(most or newer or room)
-        if own.past_context
-        else min(room, most or newer or room),
+        max_new_tokens=min(room, most or newer or room),
         sampling=_sampling(fields, served),
-        seed=0,
         stop_ids=_stop_ids(fields, served, (*served.ends, *ends)),
         stop_strings=(*fields.stops(), *texts),
         continues=False,
         logprobs=(top or 0) if scored else None,
-        trace=own.trace,
-        draft=own.draft,
-        past_context=own.past_context,
-        steering=own.steering,
+        **own,
     )
     return _call(fields, served, template, [ids], is_chat=True)
 
@@ -430,11 +437,26 @@ class _Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def mapping(self, name: str, known: Collection[str]) -> "_Fields":
-        value = self.values.get(name, {})
+    def mapping(self, name: str, known: Collection[str], expected: str = "an object") -> "_Fields":
+        value, path = self.values.get(name, {}), f"{self.prefix}{name}"
         if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return _Fields(value, known, name, f"{name}.")
+            raise self.wrong(name, expected)
+        return _Fields(value, known, path, f"{path}.")
+
+    def listed(self, name: str, kind: type, most: float, expected: str) -> list[Any]:
+        """Values of one type, so many at most; empty where the field is left out."""
+        value = self.values.get(name, [])
+        if (
+            not isinstance(value, list)
+            or len(value) > most
+            or not all(type(one) is kind for one in value)
+        ):
+            raise self.wrong(name, expected)
+        return value
+
+    def token_ids(self, name: str) -> list[int]:
+        self.required(name)
+        return self.listed(name, int, math.inf, "a list of token ids")
 
     def model(self, served: ServedModel) -> None:
         """Refuse the name of another model."""
@@ -444,14 +466,12 @@ class _Fields:
         require_model(name, served)
 
     def stops(self) -> tuple[str, ...]:
-        value = self.values.get("stop", [])
-        stops = [value] if isinstance(value, str) else value
-        if (
-            not isinstance(stops, list)
-            or len(stops) > MOST_STOPS
-            or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stops)
-        ):
-            expected = f"a text of 1 to {LONGEST_STOP} characters, or up to {MOST_STOPS} of them"
+        expected = f"a text of 1 to {LONGEST_STOP} characters, or up to {MOST_STOPS} of them"
+        stops = self.values.get("stop")
+        stops = (
+            [stops] if isinstance(stops, str) else self.listed("stop", str, MOST_STOPS, expected)
+        )
+        if not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
             raise self.wrong("stop", expected)
         return tuple(stops)
 
@@ -468,10 +488,7 @@ def require_model(name: str, served: ServedModel) -> None:
 
 
 def _prompts(
-    fields: _Fields,
-    served: ServedModel,
-    name: str = "prompt",
-    ids_of: Callable[[str, ServedModel], list[int]] | None = None,
+    fields: _Fields, served: ServedModel, name: str, encode: Callable[[str], list[int]]
 ) -> list[tuple[list[int], str | None]]:
     """Ids of every prompt, and its text where it was given as one."""
     value = fields.required(name)
@@ -486,7 +503,8 @@ def _prompts(
     for one in value:
         if isinstance(one, str):
             _require_length(len(one), served, name)
-            prompts.append(((ids_of or text_ids)(one, served), one))
+            with _refused(name):
+                prompts.append((encode(one), one))
         elif isinstance(one, list) and all(type(token) is int for token in one):
             prompts.append((one, None))
         else:
@@ -496,12 +514,9 @@ def _prompts(
     return prompts
 
 
-def text_ids(text: str, served: ServedModel) -> list[int]:
+def _text_ids(text: str, served: ServedModel) -> list[int]:
     """The ids of a prompt, for the decoder or the encoder."""
-    try:
-        ids, source = prompt_ids(text, served.tokenizer, served.config, served.ends)
-    except ValueError as error:
-        raise ApiError(str(error), param="prompt") from None
+    ids, source = prompt_ids(text, served.tokenizer, served.config, served.ends)
     return ids if source is None else source
 
 
@@ -509,10 +524,8 @@ def _with_prompt(request: Request, served: ServedModel, ids: Sequence[int]) -> R
     """The request with ids as prompt of a decoder, or as source of an encoder-decoder."""
     steering = request.steering
     if steering is not None and steering.emphasis is not None:
-        try:
+        with _refused("fenchel.emphasise"):
             emphasis = steering.emphasis.found_in(served.tokenizer, ids)
-        except ValueError as error:
-            raise ApiError(str(error), param="fenchel.emphasise") from None
         request = replace(request, steering=replace(steering, emphasis=emphasis))
     if served.config.kind != "encoder-decoder":
         return replace(request, prompt=tuple(ids))
@@ -636,59 +649,73 @@ def _sampling(fields: _Fields, served: ServedModel) -> Sampling:
             )
         _require_vocabulary([int(name)], served, "logit_bias")
     given["logit_bias"] = tuple((int(name), float(value)) for name, value in pairs.values.items())
-    try:
+    with _refused():
         return replace(served.defaults, **given)
-    except ValueError as error:
-        raise ApiError(str(error)) from None
 
 
 def _stop_ids(fields: _Fields, served: ServedModel, ends: Iterable[int]) -> frozenset[int]:
-    ids = fields.values.get("stop_token_ids", [])
-    if (
-        not isinstance(ids, list)
-        or len(ids) > MOST_STOPS
-        or not all(type(token) is int for token in ids)
-    ):
-        raise fields.wrong("stop_token_ids", f"a list of up to {MOST_STOPS} token ids")
+    expected = f"a list of up to {MOST_STOPS} token ids"
+    ids = fields.listed("stop_token_ids", int, MOST_STOPS, expected)
     if ids:
         _require_vocabulary(ids, served, "stop_token_ids")
     return frozenset(ids) if fields.flag("ignore_eos") else frozenset([*ids, *ends])
 
 
-class _OwnFields(NamedTuple):
-    """What the field ``fenchel`` asks for."""
+def _own_fields(fields: _Fields, served: ServedModel) -> dict[str, Any]:
+    """What the field ``fenchel`` asks for, as arguments of ``Request``."""
+    own = fields.mapping("fenchel", (*DECODING_FIELDS, *TRACE_FIELDS))
+    traced = "fenchel" in fields.values and not own.values.keys() & {*DECODING_FIELDS}
+    traced = traced or bool(own.values.keys() & {*TRACE_FIELDS})
+    return {
+        "draft": own.integer("draft", 0, 0, MOST_DRAFT),
+        "past_context": own.flag("past_context"),
+        "steering": _steering(own, served),
+        "trace": _trace(own, served.config) if traced else None,
+    }
 
-    trace: TraceSettings | None
-    draft: int
-    past_context: bool
-    steering: Steering | None
-    most_tokens: int
+
+def _most_tokens(own: Mapping[str, Any], served: ServedModel) -> int:
     """New tokens at most."""
+    return MOST_TOKENS if own["past_context"] else served.context
 
 
-def _own_fields(fields: _Fields, served: ServedModel) -> _OwnFields:
-    value = fields.values.get("fenchel", {})
-    if not isinstance(value, dict):
-        raise fields.wrong("fenchel", "an object")
-    names, known = DECODING_FIELDS, (*DECODING_FIELDS, *TRACE_FIELDS)
-    for name in value:
-        if name not in known:
-            hint = did_you_mean(str(name)[:40], known)
-            message = f"fenchel has no field {printable(name, 40)!r}; {hint}"
-            raise ApiError(message, param="fenchel")
-    decoding = {name: value[name] for name in names if name in value}
-    own = _Fields(decoding, names, "fenchel", "fenchel.")
-    draft = own.integer("draft", 0, 0, MOST_DRAFT) or 0
-    past_context, steering = own.flag("past_context"), _steering(own, served)
-    traced = {name: one for name, one in value.items() if name not in names}
-    trace = None
-    if traced or ("fenchel" in fields.values and not decoding):
-        try:
-            trace = trace_settings(traced, served.config)
-        except ValueError as error:
-            raise ApiError(str(error), param="fenchel") from None
-    most = MOST_TOKENS if past_context else served.context
-    return _OwnFields(trace, draft, past_context, steering, most)
+def _trace(fields: _Fields, config: ModelConfig) -> TraceSettings:
+    """What is measured of the attention of new tokens."""
+    switches = {name: fields.flag(name) for name in ("entropy", "sensitivity", "confidence")}
+    attention, chosen = fields.values.get("attention", False), None
+    if attention is True:
+        chosen = TraceAttention()
+    elif attention is not False:
+        chosen = _traced_attention(fields.mapping("attention", ("layers", "heads", "top")), config)
+    settings = TraceSettings(attention=chosen, **switches)
+    if settings.observes and config.sinks and config.sink_score == "token":
+        raise ApiError(
+            "the sinks of this model are computed from its stream, which the keys in a cache do "
+            "not show: the attention of new tokens is not traced.",
+            param="fenchel",
+        )
+    return settings
+
+
+def _traced_attention(fields: _Fields, config: ModelConfig) -> TraceAttention:
+    layers, heads = None, fields.values.get("heads", "mean")
+    if fields.values.get("layers", "all") != "all":
+        expected = f'"all" or a list of 1 to {config.layers} numbers from 0 to {config.layers - 1}'
+        layers = tuple(fields.listed("layers", int, config.layers, expected))
+        if not layers or not 0 <= min(layers) <= max(layers) < config.layers:
+            raise fields.wrong("layers", expected)
+    if heads not in ("mean", "all"):
+        raise fields.wrong("heads", '"mean" or "all"')
+    top = fields.integer("top", 8, 1, MOST_TOP) or 8
+    count = config.layers if layers is None else len(layers)
+    weights = count * (1 + config.heads if heads == "all" else 1) * top
+    if weights > MOST_WEIGHTS:
+        raise ApiError(
+            f"fenchel.attention asks for {weights:,} weights per token and gets {MOST_WEIGHTS:,} "
+            "at most; name fewer layers or a smaller top.",
+            param="fenchel.attention",
+        )
+    return TraceAttention(layers=layers, heads=heads, top=top)
 
 
 def _steering(fields: _Fields, served: ServedModel) -> Steering | None:
@@ -698,11 +725,9 @@ def _steering(fields: _Fields, served: ServedModel) -> Steering | None:
     """
     strengths = {name: one.strength for name, one in served.directions.items()}
     if "steer" in fields.values:
-        given, strengths = fields.values["steer"], {}
-        if not isinstance(given, dict):
-            raise fields.wrong("steer", "an object of names and strengths")
-        named = _Fields(given, served.directions, "fenchel.steer", "fenchel.steer.")
-        for name in given:  # null is the strength of the file
+        expected, strengths = "an object of names and strengths", {}
+        named = fields.mapping("steer", served.directions, expected)
+        for name in fields.values["steer"]:  # null is the strength of the file
             least, most = -MOST_STRENGTH, MOST_STRENGTH
             strength = named.number(name, least, most, f"a number from {least:g} to {most:g}")
             own = served.directions[name].strength
@@ -712,33 +737,23 @@ def _steering(fields: _Fields, served: ServedModel) -> Steering | None:
         for layer, v_M in served.directions[name].vectors.items():
             added = strength * v_M
             vectors[layer] = vectors[layer] + added if layer in vectors else added
-    words = fields.values.get("emphasise", [])
-    if not (isinstance(words, list) and len(words) <= MOST_STOPS) or not all(
-        isinstance(one, str) and one for one in words
-    ):
+    words = fields.listed("emphasise", str, MOST_STOPS, f"a list of up to {MOST_STOPS} texts")
+    if not all(words):
         raise fields.wrong("emphasise", f"a list of up to {MOST_STOPS} texts")
-    layers = fields.values.get("emphasis_layers")
-    if layers is not None and not (
-        isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    ):
-        raise fields.wrong("emphasis_layers", "a list of layers, from 1")
+    layers = fields.listed("emphasis_layers", int, math.inf, "a list of layers, from 1")
     bias = fields.number("emphasis", -MOST_BIAS, MOST_BIAS, f"a number up to {MOST_BIAS:g}")
     emphasis = None
     if words:
-        chosen = None if layers is None else frozenset(layers)
+        chosen = frozenset(layers) if "emphasis_layers" in fields.values else None
         bias = 1.0 if bias is None else bias
         emphasis = Emphasis(texts=tuple(words), bias=bias, layers=chosen)
     budget = fields.number("token_kl", 1e-6, 1e6, "a number of nats above 0")
-    try:
-        heads = head_choices(
-            served.config,
-            _named(fields, "head_beta", (int, float), "numbers"),
-            _named(fields, "head_choice", (str,), "names of maps"),
-        )
+    betas = _named(fields, "head_beta", (int, float), "numbers")
+    maps = _named(fields, "head_choice", (str,), "names of maps")
+    with _refused("fenchel"):
+        heads = head_choices(served.config, betas, maps)
         steering = Steering(vectors, emphasis, budget, heads)
         steering.require(served.config)
-    except ValueError as error:
-        raise ApiError(str(error), param="fenchel") from None
     return steering if vectors or steering.changes_attention else None
 
 
@@ -1094,17 +1109,10 @@ def embedding_call(body: Mapping[str, Any], served: ServedModel) -> EmbeddingCal
     form = fields.values.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise fields.wrong("encoding_format", '"float" or "base64"')
-    inputs = _prompts(fields, served, "input", _whole_ids)
+    inputs = _prompts(fields, served, "input", served.tokenizer.encode_whole)
     return EmbeddingCall(
         served=served, inputs=tuple(tuple(ids) for ids, _ in inputs), base64=form == "base64"
     )
-
-
-def _whole_ids(text: str, served: ServedModel) -> list[int]:
-    try:
-        return served.tokenizer.encode_whole(text)
-    except ValueError as error:
-        raise ApiError(str(error), param="input") from None
 
 
 def _base64(vector: Sequence[float]) -> str:
@@ -1131,31 +1139,22 @@ def tokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
         if not isinstance(text, str):
             raise fields.wrong("prompt", "a text")
         control = served.tokenizer.control_tokens.get(text)
-        if control is not None:
-            ids = [control]
-        else:
-            ids = text_ids(text, served) if whole else _plain_ids(text, served)
+        with _refused("prompt"):
+            if control is not None:
+                ids = [control]
+            else:
+                ids = _text_ids(text, served) if whole else served.tokenizer.encode(text)
     value = {"count": len(ids), "max_model_len": served.context, "tokens": ids}
     if fields.flag("return_token_strs"):
         value["token_strs"] = [served.token_texts.label(token) for token in ids]
     return value
 
 
-def _plain_ids(text: str, served: ServedModel) -> list[int]:
-    try:
-        return served.tokenizer.encode(text)
-    except ValueError as error:
-        raise ApiError(str(error), param="prompt") from None
-
-
 def detokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
     """The answer to a body of /detokenize: the text of ids, with control tokens by their names."""
     fields = _Fields(body, DETOKENIZE_FIELDS, "/detokenize")
     fields.model(served)
-    ids = fields.required("tokens")
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise fields.wrong("tokens", "a list of token ids")
-    if ids:
+    if ids := fields.token_ids("tokens"):
         _require_vocabulary(ids, served, "tokens")
     return {"prompt": served.tokenizer.decode(ids, skip_special_tokens=False)}
 
@@ -1188,9 +1187,7 @@ def lens_call(body: Mapping[str, Any], served: ServedModel) -> LensCall:
     """The call of a body of /lens."""
     fields = _Fields(body, LENS_FIELDS, "/lens")
     fields.model(served)
-    ids = fields.required("tokens")
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise fields.wrong("tokens", "a list of token ids")
+    ids = fields.token_ids("tokens")
     _require_ids(ids, served, "tokens")
     last = fields.integer("next", None, 0, served.config.vocabulary - 1)
     return LensCall(ids, last, fields.integer("top", 5, 1, MOST_LOGPROBS) or 5)

@@ -29,7 +29,6 @@ bfloat16, which is the same in whatever dtype the model is loaded.
 T tokens, M width of the stream.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,9 +40,10 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fenchel.checkpoints.safetensors_header import read_header, system_errors
+from fenchel.checkpoints.weights import weights_fingerprint
 from fenchel.files import open_regular, printable, require_output
 from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity import jacobian, singular_values
@@ -142,16 +142,6 @@ class Direction:
             about=about.get("about", ""),
             weights=about["weights"],
         )
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """The SHA-256 of the name, shape and sum of every parameter, of its bits in bfloat16."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        bits = parameter.detach().to(torch.bfloat16).flatten().view(torch.int16)
-        total = int(bits.sum(dtype=torch.int64))
-        digest.update(f"{name} {tuple(parameter.shape)} {total}\n".encode())
-    return digest.hexdigest()
 
 
 def difference_of_means(

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from fenchel.checkpoints import load, save
 from fenchel.checkpoints.tokenizer import read_chat_template
+from fenchel.checkpoints.weights import weights_fingerprint
 from fenchel.cli import main
 from fenchel.cli.chat import change_setting
 from fenchel.data import ChatTemplate, train_tokenizer
@@ -31,7 +32,7 @@ from fenchel.generation.generate import updates
 from fenchel.inspection import open_model
 from fenchel.interpretability import score_parts
 from fenchel.model import ModelConfig, Transformer
-from fenchel.steering.direction import Direction, weights_fingerprint
+from fenchel.steering import Direction
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

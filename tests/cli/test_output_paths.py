@@ -218,7 +218,8 @@ STUBS = """
 fenchel.pipeline.run.begin fenchel.pipeline.run.tune fenchel.pipeline.run.resume
 fenchel.checkpoints.hf_export.load
 fenchel.checkpoints.hf_export.load_adapted fenchel.checkpoints.hf_export._recast
-fenchel.cli.attach._load fenchel.inspection.open_model fenchel.cli.eval.device_and_dtype
+fenchel.checkpoints.directory.open_directory fenchel.inspection.open_model
+fenchel.cli.eval.device_and_dtype
 fenchel.cli.console.LoadFlags.load
 fenchel.report.comparison.compare_runs fenchel.cli.chat.write_atomic
 cyclopts.App.install_completion

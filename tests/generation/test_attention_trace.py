@@ -21,7 +21,6 @@ from fenchel.generation.attention_trace import (
     TracedRow,
     TraceSettings,
     _sensitivity_json,
-    trace_settings,
     trace_text,
 )
 from fenchel.generation.cpu_step import CpuForward
@@ -260,44 +259,6 @@ def test_an_unproved_bound_is_not_certified(lively: Build) -> None:
 CONFIG = ModelConfig(vocabulary=9, layers=4, heads=4)
 
 
-def test_settings_of_a_request() -> None:
-    value = {"entropy": True, "attention": {"layers": [3, 1], "heads": "all", "top": 3}}
-    settings = trace_settings(value, CONFIG)
-    assert settings.attention == TraceAttention(layers=(3, 1), heads="all", top=3)
-    assert settings.layers(CONFIG) == (1, 3)
-    assert trace_settings({"attention": True}, CONFIG).attention == TraceAttention()
-    assert trace_settings({}, CONFIG) == TraceSettings()
-
-
-@pytest.mark.parametrize(
-    ("value", "word"),
-    [
-        ([], "object"),
-        ({"entropi": True}, "did you mean 'entropy'"),
-        ({"entropy": 1}, "true or false"),
-        ({"attention": 3}, "object"),
-        ({"attention": {"layers": [4]}}, "from 0 to 3"),
-        ({"attention": {"layers": []}}, "list of 1 to 4"),
-        ({"attention": {"layers": [True]}}, "whole numbers"),
-        ({"attention": {"layers": [0] * 5}}, "list of 1 to 4"),
-        ({"attention": {"heads": "some"}}, '"mean" or "all"'),
-        ({"attention": {"top": 10**9}}, "from 1 to 64"),
-        ({"attention": {"top": 0}}, "from 1 to 64"),
-        ({"attention": {"top": 2.0}}, "whole number"),
-    ],
-)
-def test_wrong_settings_are_refused_in_a_sentence(value: object, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        trace_settings(value, CONFIG)
-
-
-def test_the_weights_per_token_are_bounded() -> None:
-    large = ModelConfig(vocabulary=9, layers=64, heads=16, width=256)
-    assert trace_settings({"attention": {"top": 64}}, large).attention is not None
-    with pytest.raises(ValueError, match="weights per token"):
-        trace_settings({"attention": {"top": 64, "heads": "all"}}, large)
-
-
 @pytest.mark.parametrize("name", ["plain", "window", "entmax", "alibi", "sinks in a window"])
 def test_with_invariant_the_other_rows_change_no_bit_of_a_trace(name: str, lively: Build) -> None:
     model = lively(vocabulary=300, context=64, **SHAPES[name])
@@ -330,6 +291,3 @@ def test_sinks_of_the_token_are_traced_over_a_whole_text_only(lively: Build, pro
         p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1][0, :, -1]
         entropy = torch.special.entr(p.double()).sum(-1).mean()
         assert layer.entropy == pytest.approx(float(entropy), rel=1e-4)
-    assert trace_settings({"confidence": True}, model.config).confidence
-    with pytest.raises(ValueError, match="attention of new tokens is not traced"):
-        trace_settings({"entropy": True}, model.config)

@@ -1,4 +1,4 @@
-"""fenchel/inspection/blocks.py and network.py: blocks and the network against dense Jacobians."""
+"""fenchel/inspection/blocks.py: blocks and the network against dense Jacobians."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from fenchel.inspection import open_model
-from fenchel.inspection.blocks import boyd_ascent, gain, measure_block
-from fenchel.inspection.end_to_end import growth, influence, network
+from fenchel.inspection.blocks import (
+    boyd_ascent,
+    gain,
+    growth,
+    influence,
+    measure_block,
+    network,
+)
 from fenchel.inspection.linearisation import GraphJacobian, derivative
 from fenchel.inspection.trace import ForwardTrace, NormInput
 from fenchel.inspection_result import Method

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fenchel.inspection_result import Inspection
+from fenchel.report.heat_map import span_means
 from fenchel.report.html import Html, document
-from fenchel.report.inspection_heads import span_means
 from fenchel.report.inspection_page import render as render_page
 from tests.report.conftest import typed
 

@@ -20,7 +20,6 @@ from fenchel.interpretability import last_laws
 from fenchel.interpretability.hooked_model import separate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.app import App, Relay, Server, ServerSettings, address, listen
-from fenchel.server.embeddings import Embedder
 from fenchel.server.engine import Engine
 from fenchel.server.openai_api import ServedModel
 
@@ -141,9 +140,7 @@ def serving(
         most_traced=2,
     )
     listener, laws = listen("127.0.0.1", 0), partial(last_laws, separate(model))
-    server = Server(
-        App(served, engine, Embedder(model), relay, ServerSettings(**changes), laws), listener
-    )
+    server = Server(App(served, engine, model, relay, ServerSettings(**changes), laws), listener)
     engine.start()
     while not engine.ready:
         time.sleep(0.01)

@@ -9,7 +9,7 @@ import torch
 
 from fenchel.choice import Hard
 from fenchel.data import ChatTemplate, train_tokenizer
-from fenchel.generation import HeadChoice
+from fenchel.generation import HeadChoice, TraceAttention, TraceSettings
 from fenchel.generation.scheduler import Token, Update
 from fenchel.model import ModelConfig
 from fenchel.server.openai_api import (
@@ -250,6 +250,67 @@ def test_words_are_emphasised_where_they_stand(served: ServedModel) -> None:
     marked = sorted(request.steering.emphasis.tokens)
     assert served.tokenizer.decode([request.prompt[i] for i in marked]).split()[-1] == "sea"
     assert "京" in served.tokenizer.decode([request.prompt[i] for i in marked])
+
+
+@pytest.fixture(scope="module")
+def deep(served: ServedModel) -> ServedModel:
+    return replace(served, config=replace(served.config, layers=4))
+
+
+def test_what_a_trace_measures(deep: ServedModel) -> None:
+    def settings(field: dict[str, Any]) -> TraceSettings | None:
+        (request,) = completion_call({"prompt": "the", "fenchel": field}, deep).requests
+        return request.trace
+
+    found = settings({"entropy": True, "attention": {"layers": [3, 1], "heads": "all", "top": 3}})
+    assert found == TraceSettings(
+        entropy=True, attention=TraceAttention(layers=(3, 1), heads="all", top=3)
+    )
+    assert found.layers(deep.config) == (1, 3)
+    assert settings({"attention": True}) == TraceSettings(attention=TraceAttention())
+    assert settings({"attention": False}) == settings({}) == TraceSettings()
+    assert settings({"draft": 1}) is None
+    assert settings({"draft": 1, "confidence": True}) == TraceSettings(confidence=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ([], "object"),
+        ({"entropi": True}, "did you mean 'entropy'"),
+        ({"entropy": 1}, "true or false"),
+        ({"attention": 3}, "object"),
+        ({"attention": {"layers": [4]}}, "from 0 to 3"),
+        ({"attention": {"layers": []}}, "list of 1 to 4"),
+        ({"attention": {"layers": [True]}}, "list of 1 to 4 numbers"),
+        ({"attention": {"layers": [0] * 5}}, "list of 1 to 4"),
+        ({"attention": {"heads": "some"}}, '"mean" or "all"'),
+        ({"attention": {"top": 10**9}}, "from 1 to 64"),
+        ({"attention": {"top": 0}}, "from 1 to 64"),
+        ({"attention": {"top": 2.0}}, "whole number"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(field: Any, word: str, deep: ServedModel) -> None:
+    error = refusal({"fenchel": field}, deep)
+    assert word in error.message
+    assert str(error.param).startswith("fenchel")
+
+
+def test_the_weights_per_token_are_bounded(served: ServedModel) -> None:
+    config = replace(served.config, layers=64, heads=16, width=256)
+    large = replace(served, config=config)
+    body = {"prompt": "the", "fenchel": {"attention": {"top": 64}}}
+    assert completion_call(body, large).requests[0].trace is not None
+    error = refusal({"fenchel": {"attention": {"top": 64, "heads": "all"}}}, large)
+    assert "weights per token" in error.message
+
+
+def test_sinks_of_the_token_are_not_traced(served: ServedModel) -> None:
+    sinks = replace(served, config=replace(served.config, sinks=True, sink_score="token"))
+    body = {"prompt": "the", "fenchel": {"confidence": True}}
+    assert completion_call(body, sinks).requests[0].trace == TraceSettings(confidence=True)
+    error = refusal({"fenchel": {"entropy": True}}, sinks)
+    assert "attention of new tokens is not traced" in error.message
 
 
 def test_heads_choose_as_a_request_says(served: ServedModel) -> None:

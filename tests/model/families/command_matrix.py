@@ -20,7 +20,7 @@ from fenchel.interpretability import ablate, lens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families import FAMILIES
 from fenchel.pipeline.tuning import tune_settings
-from fenchel.server.embeddings import Embedder
+from fenchel.server.embeddings import embed
 from fenchel.steering import difference_of_means, divergence
 from tests.model.families.test_written_settings import SIZES, SMALLEST
 
@@ -35,7 +35,7 @@ def generated(model: Transformer) -> None:
 
 
 def embedded(model: Transformer) -> None:
-    Embedder(model).embed([2, 3])
+    embed(model, [2, 3])
 
 
 def tuned(model: Transformer) -> None:

@@ -1,10 +1,10 @@
-"""fenchel/interpretability/lens_error.py: no stream of the ball is read worse than certified."""
+"""fenchel/interpretability/jacobian_lens.py: no stream of the ball is read worse than certified."""
 
 import pytest
 import torch
 
 from fenchel.interpretability import fit_lens
-from fenchel.interpretability.lens_error import lens_errors
+from fenchel.interpretability.jacobian_lens import lens_errors
 from tests.interpretability.conftest import L, M, build, draw
 
 

@@ -1,4 +1,4 @@
-"""fenchel/evaluate/compare.py: what may stand side by side."""
+"""fenchel/evaluate/text.py: what may stand side by side."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""fenchel/inspection/precision.py: rounding is measured, and undone."""
+"""fenchel/inspection/run.py: rounding is measured, and undone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fenchel.inspection import inspect, open_model
-from fenchel.inspection.precision import precision, rounded
+from fenchel.inspection.run import precision, rounded
 
 
 def test_weights_come_back_bit_for_bit(save: Callable[[str], Path]) -> None:
