@@ -88,8 +88,8 @@ def run(
         raise ValueError("--split names a part of the run's own text: leave out --text.")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens} leaves nothing to predict; give at least 1.")
-    if loading_as.adapter is not None and save:
-        raise ValueError("--save stores the temperature of the model without --adapter.")
+    if save and (loading_as.adapter, steering) != (None, NO_DIRECTION):
+        raise ValueError("--save stores the temperature of the model without --adapter or --steer.")
     calibration = calibration or save or page is not None
     if page is not None:
         reads = [directory, loading_as.adapter, against, text_path(text)]
@@ -129,7 +129,8 @@ def run(
         ) -> "tuple[TextEvaluation, str]":
             """The result of a model and how its texts begin, in words."""
             model, tokenizer, _ = loading_as.load(path)
-            model = flags.steered(model)
+            if (direction := flags.direction(model)) is not None:
+                direction.hook_into(model)
             choice = prediction_map(path)
             measured = evaluate_text(model, tokenizer, source, name=str(path), choice=choice, **how)
             return measured, describe_beginning(tokenizer)

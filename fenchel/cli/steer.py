@@ -153,8 +153,8 @@ def run(
     out
         File to write, of safetensors.
     toward
-        A file with texts that show what is wanted, one per line; of conversations where it ends in
-        .jsonl.
+        A file with texts that show what is wanted, one per line; of JSON lines, with texts or
+        conversations, where it ends in .jsonl.
     away
         A file with texts that show what is not wanted, likewise.
     word
@@ -291,8 +291,9 @@ def _number(text: str, flag: str) -> float:
 
 
 def _sequences(file: Path, tokenizer: "TextTokenizer", directory: Path) -> list[list[int]]:
-    """The ids of every line of a file that is not empty, or of its conversations."""
+    """The ids of every line of a file that is not empty, or of its texts or conversations."""
     from fenchel.checkpoints.tokenizer import encoded_documents
+    from fenchel.data import holds_conversations, open_text
 
     try:
         lines = read_regular(file, _BYTES).decode("utf-8").splitlines()
@@ -300,9 +301,11 @@ def _sequences(file: Path, tokenizer: "TextTokenizer", directory: Path) -> list[
         raise ValueError(f"{file} is not UTF-8 text.") from None
     if not (lines := [line.strip() for line in lines if line.strip()]):
         raise ValueError(f"{file} has no text; write one text per line.")
-    if file.suffix == ".jsonl":
+    if file.suffix != ".jsonl":
+        return [tokenizer.encode_whole(line) for line in lines]
+    if holds_conversations(str(file)):
         return list(encoded_documents(str(file), tokenizer, directory))
-    return [tokenizer.encode_whole(line) for line in lines]
+    return [tokenizer.encode_whole(one.text) for one in open_text(str(file)).documents()]
 
 
 def _two_parts(

@@ -176,10 +176,14 @@ def _require_same_tensors(
 
 def gives_logits(model: nn.Module) -> bool:
     """Whether a model of transformers predicts tokens: the next ones, or masked ones."""
-    auto = import_module("transformers.models.auto.modeling_auto")
     config: Any = model.config
+    return type(model).__name__ in _classes_with_head(config.model_type)
+
+
+def _classes_with_head(model_type: str) -> set[str]:
+    auto = import_module("transformers.models.auto.modeling_auto")
     tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    return type(model).__name__ in {table.get(config.model_type) for table in tables}
+    return {table[model_type] for table in tables if model_type in table}
 
 
 def _named_class(transformers: Any, directory: CheckpointDirectory) -> Any:
@@ -187,7 +191,10 @@ def _named_class(transformers: Any, directory: CheckpointDirectory) -> Any:
     named = getattr(transformers, directory.architecture or "", None)
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         family = getattr(getattr(named, "config_class", None), "model_type", None)
-        if family == directory.model_type:
+        # a family may share the class of another one, as InternLM 3 that of Llama
+        if directory.model_type == family or named.__name__ in _classes_with_head(
+            directory.model_type
+        ):
             return named
     return None
 

@@ -83,6 +83,19 @@ class Direction:
         """The steered model, which shares the parameters of this one."""
         return model.steered(self.scaled)
 
+    def hook_into(self, model: Transformer) -> None:
+        """Add it to the stream of this model from now on, whatever its blocks are."""
+        for layer, v_M in self.scaled.items():
+            require_layer(model, layer)
+            add_M = v_M.to(model.lm_head_weight)
+
+            def hook(
+                _block: object, _inputs: object, x_BTM: Tensor, add_M: Tensor = add_M
+            ) -> Tensor:
+                return x_BTM + add_M
+
+            model.blocks[layer - 1].register_forward_hook(hook)
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file where nothing is yet."""
         path = Path(path)

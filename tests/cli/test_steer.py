@@ -3,8 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fenchel.checkpoints import load, save
 from fenchel.cli import main
@@ -53,6 +56,60 @@ def test_a_direction_is_made_and_moves_what_commands_draw(
     unsteered = loss()
     assert loss("--steer", str(out), "--strength", "0") == unsteered
     assert loss("--steer", str(out)) != unsteered
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"norm_place": "after", "qk_norm": True, "qk_norm_width": "all"},
+        {"experts": 2, "qk_norm": True},
+    ],
+    ids=("OLMo 2", "Qwen 3 with experts"),
+)
+def test_a_direction_is_evaluated_in_any_kind_of_block(
+    settings: dict[str, Any],
+    run_directory: Path,
+    text_file: Path,
+    texts: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = load(run_directory).tokenizer
+    shape = {"vocabulary": tokenizer.library.get_vocab_size(), "width": 16, "layers": 2, "heads": 2}
+    config = ModelConfig(**shape, **settings)
+    model, other = Transformer(config, generator=torch.Generator().manual_seed(0)), tmp_path / "m"
+    save(model, tokenizer, other)
+    out = tmp_path / "d.safetensors"
+    flags = ("--toward", texts[0], "--away", texts[1], "--kl", "0.002", "--json")
+    assert steer(other, text_file, out, *flags) == 0
+    losses = []
+    for strength in ("0", "4"):
+        capsys.readouterr()
+        words = ["--text", str(text_file), "--tokens", "40", "--json", "--strength", strength]
+        assert main(["eval", str(other), "--steer", str(out), *words]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] != losses[1]
+    assert main(["eval", str(other), "--steer", str(out), "--text", str(text_file), "--save"]) == 2
+    assert "without --adapter or --steer" in capsys.readouterr().err
+
+
+def test_texts_as_json_lines_make_the_direction_of_the_same_lines(
+    run_directory: Path, text_file: Path, tmp_path: Path
+) -> None:
+    sides = {"toward": ["peace and trade", "every nation"], "away": ["the people", "of States"]}
+    for side, lines in sides.items():
+        (tmp_path / f"{side}.txt").write_text("\n".join(lines))
+        objects = "\n".join(json.dumps({"text": line}) for line in lines)
+        (tmp_path / f"{side}.jsonl").write_text(objects)
+    found = []
+    for suffix in ("txt", "jsonl"):
+        out = tmp_path / f"{suffix}.safetensors"
+        files = [
+            word for side in sides for word in (f"--{side}", str(tmp_path / f"{side}.{suffix}"))
+        ]
+        assert steer(run_directory, text_file, out, *files, "--json") == 0
+        found.append(load_file(out)["direction.1"])
+    assert torch.equal(*found)
 
 
 def test_words_are_raised(

@@ -24,6 +24,7 @@ SIZES = {
     "biogpt": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48},
     "gpt_neo": {"vocab_size": 300, "hidden_size": 32, "attention_types": [[["global"], 2]]},
     "phi": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48},
+    "internlm3": {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48},  # a Llama's class
     "granitemoehybrid": {  # whose settings have an infinite number
         "vocab_size": 300,
         "hidden_size": 32,

@@ -129,6 +129,8 @@ def test_a_block_whose_last_bias_is_not_the_stream_is_refused(
     if model.config.distinct_layers is not None:
         with pytest.raises(ValueError, match=reason):
             difference_of_means(model, [[1, 2]], [[3, 4]], layer=1)
+        with pytest.raises(ValueError, match=reason):
+            Direction(vectors={1: vector()}).hook_into(model)
         return
     # The stream itself can be steered all the same.
     direction = difference_of_means(model, [[1, 2]], [[3, 4]], layer=1)
@@ -138,6 +140,9 @@ def test_a_block_whose_last_bias_is_not_the_stream_is_refused(
         wanted = model(IDS)[0].log_softmax(-1)
     torch.testing.assert_close(log_laws(model, ids, Steering(direction.scaled)), wanted)
     assert divergence(model, direction, ids).mean > 0
+    direction.hook_into(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model.with_context(64)(IDS)[0].log_softmax(-1), wanted)
 
 
 def test_a_vector_of_another_width_or_layer_is_refused() -> None:
