@@ -6,6 +6,9 @@
 it here, and the map from scores to weights where it is one, for ``fenchel.choice.membership``: a
 row whose ``verdict`` is "member" passes, one that is "outside" shows a cycle. docs/attentions.md is
 made of this table (``page``), and tests/test_attentions.py runs every call and every map.
+
+Two maps of the field are not in the family, ``stick_breaking`` and ``softpick``: Tan et al. (2024),
+Scaling stick-breaking attention. Zuhri, Fuadi and Aji (2025), Softpick.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fenchel.choice import Capped, Entmax, Hard, Sigmoid, Softmax, Sparsemax
-from fenchel.choice.membership import softpick, stick_breaking
 
 Map = Callable[[Tensor], Tensor]
 _SHANNON, _TSALLIS = "Shannon", "Tsallis alpha"
@@ -39,6 +41,28 @@ class Variant(NamedTuple):
     verdict: Literal["member", "scores", "after", "outside"] = "member"
     note: str = ""
     """What it changes instead, or why it is outside."""
+
+
+def stick_breaking(z: Tensor) -> Tensor:
+    """p_j = sigmoid(z_j) times the product of 1 - sigmoid(z_k) over k < j.
+
+    >>> stick_breaking(torch.zeros(3))
+    tensor([0.5000, 0.2500, 0.1250])
+    """
+    left = torch.nn.functional.logsigmoid(-z).cumsum(-1).roll(1, -1)
+    left[..., 0] = 0.0
+    return torch.sigmoid(z) * left.exp()
+
+
+def softpick(z: Tensor) -> Tensor:
+    """max(e^z - 1, 0) / sum |e^z - 1|, 0 where all z are 0.
+
+    >>> softpick(torch.tensor([0.0, -1.0, 1.0]))
+    tensor([0.0000, 0.0000, 0.7311])
+    """
+    rise = torch.expm1(z)
+    total = rise.abs().sum(-1, keepdim=True)
+    return rise.clamp(min=0.0) / torch.where(total > 0, total, 1.0)
 
 
 def _sinkhorn(z: Tensor) -> Tensor:

@@ -79,50 +79,21 @@ if TYPE_CHECKING:
     from fenchel.sensitivity import singular_values as singular_values
     from fenchel.sensitivity import spectral_norm as spectral_norm
 
-_PACKAGE_OF = {
-    "ALiBi": "attention",
-    "AttentionSpec": "attention",
-    "Causal": "attention",
-    "Dense": "attention",
-    "Global": "attention",
-    "Padding": "attention",
-    "Prior": "attention",
-    "RelativeBias": "attention",
-    "Segments": "attention",
-    "Sink": "attention",
-    "Window": "attention",
-    "attend": "attention",
-    "attend_jvp": "attention",
-    "rotary": "attention",
-    "load": "checkpoints",
-    "save": "checkpoints",
-    "Capped": "choice",
-    "Entmax": "choice",
-    "Hard": "choice",
-    "Sigmoid": "choice",
-    "Softmax": "choice",
-    "Sparsemax": "choice",
-    "kkt": "choice",
-    "generate": "generation",
-    "attach": "hf",
-    "certify_decision": "inspection",
-    "inspect": "inspection",
-    "ablate": "interpretability",
-    "lens": "interpretability",
-    "patch": "interpretability",
-    "ModelConfig": "model",
-    "Transformer": "model",
-    "Muon": "optim",
-    "ScoreDescent": "optim",
-    "ScoreTrust": "optim",
-    "attention_pairs": "optim",
-    "attention_jacobian": "sensitivity",
-    "certify": "sensitivity",
-    "jacobian": "sensitivity",
-    "self_attention_jacobian": "sensitivity",
-    "singular_values": "sensitivity",
-    "spectral_norm": "sensitivity",
+_NAMES = {
+    "attention": "ALiBi AttentionSpec Causal Dense Global Padding Prior RelativeBias Segments Sink "
+    "Window attend attend_jvp rotary",
+    "checkpoints": "load save",
+    "choice": "Capped Entmax Hard Sigmoid Softmax Sparsemax kkt",
+    "generation": "generate",
+    "hf": "attach",
+    "inspection": "certify_decision inspect",
+    "interpretability": "ablate lens patch",
+    "model": "ModelConfig Transformer",
+    "optim": "Muon ScoreDescent ScoreTrust attention_pairs",
+    "sensitivity": "attention_jacobian certify jacobian self_attention_jacobian singular_values "
+    "spectral_norm",
 }
+_PACKAGE_OF = {name: package for package, names in _NAMES.items() for name in names.split()}
 _PACKAGES = frozenset(
     "attention checkpoints choice data evaluate generation hf inspection interpretability model "
     "optim pipeline report sensitivity steering train".split()

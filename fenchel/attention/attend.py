@@ -6,16 +6,9 @@
 T queries, S keys, D the width of a query and a key, E the width of a value, G heads of keys and
 values for H heads of queries (G divides H: multi-head, grouped-query, multi-query attention).
 
-One definition, several ways to compute it, in one table (backends.py). ``backend_support`` gives,
-for a call, the reason why each of them cannot compute it:
-
-    reference    as written above, O(T S) memory, every derivative
-    blocked      tile by tile, O(T + S) memory, every map, derivatives in both directions
-    sdpa         torch's fused softmax, reverse derivative
-    flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
-    triton       own kernels for entmax on a GPU, sparse in tiles of scores, reverse derivative
-    tangent      kernels of a GPU: softmax with its tangent, first and second derivatives
-    auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
+One definition, several ways to compute it, in one table (backends.py), which the docstring of
+``attend`` lists. ``backend_support`` gives, for a call, the reason why each of them cannot compute
+it. "auto" takes the quickest that serves; plain softmax goes to sdpa with nothing in between.
 
 torch's fused kernels have no second derivative, and whether one will be taken (a backward pass with
 create_graph=True, then another) is not known when ``attend`` is called: torch raises then, and
@@ -125,8 +118,8 @@ def attend(
         "reference"    the definition, O(T S) memory, every derivative
         "blocked"      tile by tile, O(T + S) memory, every map, first and second derivatives
         "sdpa"         torch's fused softmax, first derivatives in reverse
-        "flex"         FlexAttention, compiled: softmax under any prior
-        "triton"       entmax on a GPU, first derivatives in reverse
+        "flex"         FlexAttention, compiled: softmax under any prior, reverse on a GPU
+        "triton"       entmax on a GPU, sparse in tiles of scores, first derivatives in reverse
         "tangent"      kernels of a GPU: softmax, first and second derivatives, also forward
 
     A second derivative of softmax (create_graph=True) needs "reference", "blocked" or "tangent".

@@ -1,12 +1,10 @@
 """Scores to weights: argmax over the simplex or a box, its value, derivative, loss, certificate.
 
-Two modules for study are part of the public surface and serve the lessons:
-``fenchel.choice.convex_program`` (small convex programs, their multipliers and duality gap) and
 ``fenchel.choice.hypothesis_test`` (softmax as a tilted distribution: divergences and error
-exponents).
+exponents) is for study, and serves the lessons.
 """
 
-from fenchel.choice import convex_program, hypothesis_test
+from fenchel.choice import hypothesis_test
 from fenchel.choice.base import Choice
 from fenchel.choice.box_range import range_over_box
 from fenchel.choice.by_name import MAPS, by_name
@@ -34,7 +32,6 @@ __all__ = [
     "Sparsemax",
     "beta_for_budget",
     "by_name",
-    "convex_program",
     "hypothesis_test",
     "kkt",
     "membership",

@@ -19,11 +19,9 @@ what ``membership`` returns. Cycles are made where random points show them:
 J is found by central differences, so that a map whose autograd is not its derivative is judged by
 its values. The converse is only a search: ``member`` means that no cycle was found.
 
-Two maps of the field that are not in the family, for comparison: ``stick_breaking`` and
-``softpick``. Shapes: scores and weights are (..., K).
+Shapes: scores and weights are (..., K).
 
-Rockafellar (1966), Characterization of the subdifferentials of convex functions. Tan et al. (2024),
-Scaling stick-breaking attention. Zuhri, Fuadi and Aji (2025), Softpick.
+Rockafellar (1966), Characterization of the subdifferentials of convex functions.
 """
 
 import math
@@ -72,7 +70,7 @@ def membership(
     >>> from fenchel.choice import Entmax
     >>> membership(Entmax(1.5).weights).member
     True
-    >>> found = membership(stick_breaking)
+    >>> found = membership(lambda z: z.roll(1, -1))
     >>> found.member, found.witness.gain > 0
     (False, True)
     """
@@ -131,25 +129,3 @@ def _jacobian(map: Map, z: Tensor) -> Tensor:
     """J_ij = dp_i / dz_j by central differences: (n, K) -> (n, K, K)."""
     step = _STEP * torch.eye(z.shape[-1], dtype=z.dtype).unsqueeze(1)  # (K, 1, K)
     return ((map(z + step) - map(z - step)) / (2.0 * _STEP)).permute(1, 2, 0)
-
-
-def stick_breaking(z: Tensor) -> Tensor:
-    """p_j = sigmoid(z_j) times the product of 1 - sigmoid(z_k) over k < j.
-
-    >>> stick_breaking(torch.zeros(3))
-    tensor([0.5000, 0.2500, 0.1250])
-    """
-    left = torch.nn.functional.logsigmoid(-z).cumsum(-1).roll(1, -1)
-    left[..., 0] = 0.0
-    return torch.sigmoid(z) * left.exp()
-
-
-def softpick(z: Tensor) -> Tensor:
-    """max(e^z - 1, 0) / sum |e^z - 1|, 0 where all z are 0.
-
-    >>> softpick(torch.tensor([0.0, -1.0, 1.0]))
-    tensor([0.0000, 0.0000, 0.7311])
-    """
-    rise = torch.expm1(z)
-    total = rise.abs().sum(-1, keepdim=True)
-    return rise.clamp(min=0.0) / torch.where(total > 0, total, 1.0)

@@ -114,8 +114,7 @@ def check(raw: dict[str, Any], path: Path) -> None:
     """Refuse a tokenizer.json that could take memory or time out of proportion to its size."""
     _check_tokens(raw, path)
     placed = list(_parts(raw))
-    if len(placed) > _PART_LIMIT:
-        raise ValueError(f"{path} has {len(placed)} parts; more than {_PART_LIMIT} is refused.")
+    _require_at_most(_PART_LIMIT, len(placed), path, "has {} parts")
     for slot, part in placed:
         _check_fields(slot, part, path)
     parts = [part for _, part in placed]
@@ -123,11 +122,7 @@ def check(raw: dict[str, Any], path: Path) -> None:
     # usual three are a pre-tokenizer, a post-processor and a decoder.
     levels = sum(part["type"] == "ByteLevel" for part in parts)
     growth = prod(_growth(part) for part in parts) << max(0, levels - 3)
-    if growth > _GROWTH_LIMIT:
-        raise ValueError(
-            f"{path} replaces one character by as many as {growth}; "
-            f"more than {_GROWTH_LIMIT} is refused."
-        )
+    _require_at_most(_GROWTH_LIMIT, growth, path, "replaces one character by as many as {}")
     for part in parts:
         if part["type"] == "Precompiled":
             _check_character_map(part, path)
@@ -136,6 +131,12 @@ def check(raw: dict[str, Any], path: Path) -> None:
     for slot, part in placed:
         if slot == "decoder":
             _check_decoder(part, path)
+
+
+def _require_at_most(limit: int, size: int, path: Path, has: str) -> None:
+    """Refuse what is larger than in any tokenizer in use; ``has`` says it, with {} for the size."""
+    if size > limit:
+        raise ValueError(f"{path} {has.format(size)}; more than {limit} is refused.")
 
 
 def is_plain(raw: dict[str, Any]) -> bool:
@@ -203,8 +204,7 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
     model = raw.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     count = len(added) + (len(vocab) if isinstance(vocab, dict | list) else 0)
-    if count > LARGEST_VOCABULARY:
-        raise ValueError(f"{path} has {count} tokens; more than {LARGEST_VOCABULARY} is refused.")
+    _require_at_most(LARGEST_VOCABULARY, count, path, "has {} tokens")
     if isinstance(vocab, list):  # of a Unigram model: [token, score]
         _check_tree([row[0] for row in vocab if isinstance(row, list) and row], path)
     total = 0
@@ -216,29 +216,18 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
                 f"of 1 to {_SPECIAL_LIMIT} characters."
             )
         total += len(content)
-    if total > _SPECIALS_LIMIT:
-        raise ValueError(
-            f"{path} has added tokens of {total} characters; more than {_SPECIALS_LIMIT} is "
-            "refused."
-        )
+    _require_at_most(_SPECIALS_LIMIT, total, path, "has added tokens of {} characters")
 
 
 def _check_tree(tokens: list[Any], path: Path) -> None:
     """Refuse a tree of prefixes that is too deep or too large."""
     ordered = sorted(t.encode(errors="replace") for t in tokens if isinstance(t, str))
-    if (longest := max(map(len, ordered), default=0)) > _DEPTH_LIMIT:
-        raise ValueError(
-            f"{path} has a Unigram model with a token of {longest} bytes; more than {_DEPTH_LIMIT} "
-            "is refused."
-        )
+    longest, model = max(map(len, ordered), default=0), "has a Unigram model with"
+    _require_at_most(_DEPTH_LIMIT, longest, path, f"{model} a token of {{}} bytes")
     nodes = sum(map(len, ordered))
     if nodes > _NODE_LIMIT:  # or fewer: neighbours in order share the most
         nodes -= sum(_shared(a, b) for a, b in pairwise(ordered))
-    if nodes > _NODE_LIMIT:
-        raise ValueError(
-            f"{path} has a Unigram model with {nodes} prefixes of tokens; more than {_NODE_LIMIT} "
-            "is refused."
-        )
+    _require_at_most(_NODE_LIMIT, nodes, path, f"{model} {{}} prefixes of tokens")
 
 
 def _shared(a: bytes, b: bytes) -> int:
@@ -307,11 +296,8 @@ def _check_character_map(part: dict[str, Any], path: Path) -> None:
     trie = int.from_bytes(data[:4], "little")
     if not 0 < trie <= len(data) - 4 or trie % 4:
         raise ValueError(f"{path} has a precompiled_charsmap that is not whole.")
-    if (longest := max(map(len, data[4 + trie :].split(b"\0")))) > _MAP_LIMIT:
-        raise ValueError(
-            f"{path} replaces one character by as many as {longest} bytes; "
-            f"more than {_MAP_LIMIT} is refused."
-        )
+    longest = max(map(len, data[4 + trie :].split(b"\0")))
+    _require_at_most(_MAP_LIMIT, longest, path, "replaces one character by as many as {} bytes")
 
 
 def _is_closed(part: dict[str, Any]) -> bool:
@@ -341,10 +327,7 @@ def _check_template(part: dict[str, Any], path: Path) -> None:
     ids = [one.get("ids") for one in values]
     lists = (part.get("single"), part.get("pair"), *ids)
     size = sum(len(one) for one in lists if isinstance(one, list | str))
-    if size > _TEMPLATE_LIMIT:
-        raise ValueError(
-            f"{path} has a template of {size} tokens; more than {_TEMPLATE_LIMIT} is refused."
-        )
+    _require_at_most(_TEMPLATE_LIMIT, size, path, "has a template of {} tokens")
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -45,6 +45,7 @@ A loss or norm that is not finite is the same number on all ranks, so all of the
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -457,22 +458,13 @@ class CellStepper(Stepper):
         hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
         if self.owners.samples is not None:
             self.owners.samples.keep(number)
-        share = count_targets(targets) / count
+        own, stability, penalty = count_targets(targets), self.stability, None
+        if stability is not None:
+            penalty = partial(stability.penalty_of, number, own / count, counts=counts)
         if self.context is not None:
             targets = targets[:, self.context.positions(targets.shape[1], self.device)]
-        with self.autocast():
-            loss = self._loss(hidden, targets)
-        whole = loss / count
-        if (balance := self.model.balance()) is not None:
             own = count_targets(targets)
-            whole = whole + self.config.balance_weight * balance * (own / count)
-        if self.stability is not None:
-            whole = whole + self.stability.penalty_of(number, share, counts=counts)
-        if self.scaling is not None:
-            self.scaling.backward(whole)
-        else:
-            whole.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
+        return self._backward_of_part(hidden, targets, own, count, penalty).item()
 
     def _cell(self, batch: Batch, number: int) -> Batch:
         """The sequences of the cell of a part."""

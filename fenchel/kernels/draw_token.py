@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fenchel.kernels.primitives import pdl_launch
+from fenchel.kernels.primitives import pdl_launch, wait_for_previous
 
 BLOCK = 4096
 """Entries of a row per iteration: one load of 16 bytes in flight per thread."""
@@ -65,22 +65,13 @@ def draw_token(
     B, V = z_BV.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
     _draw_token[(B,)](
-        z_BV,
-        *settings,
-        n_B,
-        left_B,
-        token_B,
-        marked_B,
-        V,
-        z_BV.stride(0),
-        BLOCK=block,
-        num_warps=WARPS if block == BLOCK else 4,
-        **pdl_launch(z_BV),
-    )
+        z_BV, *settings, n_B, left_B, token_B, marked_B, V, z_BV.stride(0), BLOCK=block,
+        num_warps=WARPS if block == BLOCK else 4, **pdl_launch(z_BV),
+    )  # fmt: skip
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """The finaliser of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -88,7 +79,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key(z, top, temperature, state, v):  # type: ignore[no-untyped-def]
+def _key(z, top, temperature, state, v):
     """log w - log e of the tokens v."""
     pair = _mix(state + ((v >> 1) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     half = tl.where((v & 1) == 1, pair >> 32, pair & 0xFFFFFFFF)
@@ -101,20 +92,20 @@ def _key(z, top, temperature, state, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_before(z, v, z_chosen, chosen, V):  # type: ignore[no-untyped-def]
+def _is_before(z, v, z_chosen, chosen, V):
     """Whether the tokens v precede the chosen one in the order of falling z."""
     return (v < V) & ((z > z_chosen) | ((z == z_chosen) & (v < chosen)))
 
 
 @triton.jit
-def _ordered(z):  # type: ignore[no-untyped-def]
+def _ordered(z):
     """int32 in the order of the floats."""
     bits = z.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _logit(z_ptr, u_ptr, share_u, mixed, v, V):  # type: ignore[no-untyped-def]
+def _logit(z_ptr, u_ptr, share_u, mixed, v, V):
     """z of the tokens v, -inf beyond the vocabulary; ``share_u`` is 1 - lam."""
     z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
     if mixed:
@@ -125,7 +116,7 @@ def _logit(z_ptr, u_ptr, share_u, mixed, v, V):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pair(z_ptr, u_ptr, top_z, top_u, v, V):  # type: ignore[no-untyped-def]
+def _pair(z_ptr, u_ptr, top_z, top_u, v, V):
     """Whether both laws have the tokens v, log p_u and log p - log p_u but for constants."""
     z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
     z_u = tl.load(u_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
@@ -135,7 +126,7 @@ def _pair(z_ptr, u_ptr, top_z, top_u, v, V):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):
     """lam of a row and its prior."""
     lane = tl.arange(0, BLOCK)
     low = -float("inf")
@@ -202,31 +193,15 @@ def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):  # type: ignore[no-u
     return below.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _draw_token(  # type: ignore[no-untyped-def]
-    z_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    top_k_ptr,
-    key_ptr,
-    prior_ptr,
-    kappa_ptr,
-    n_ptr,
-    left_ptr,
-    token_ptr,
-    marked_ptr,
-    V,
-    stride,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+@triton.jit
+def _draw_token(
+    z_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, key_ptr, prior_ptr, kappa_ptr, n_ptr,
+    left_ptr, token_ptr, marked_ptr, V, stride, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     low = -float("inf")
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(AHEAD)
     prior = tl.load(prior_ptr + b)
     mixed = (prior >= 0) & (prior != b)
     u_ptr = z_ptr + tl.maximum(prior, 0) * stride

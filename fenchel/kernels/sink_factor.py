@@ -1,15 +1,9 @@
 """Attention with a sink from attention without one: a factor per query, and its derivative.
 
-A sink is one more key of score r and value 0. With o and lse = log Z of the true keys,
-
-    g    = sigmoid(lse - r) = Z / (Z + e^r)
-    o'   = g o,                lse' = log(Z + e^r)
-    m    = <go, o'>
-    gr   = -(1 - g) m          glse = (1 - g) m           go_o = g go
-
-Separate operations would read and write o three times, twice in float32. Here a pass reads o and
-writes o', and one reads go and o': for 64 heads of 64 and 4 times 4,096 tokens in bfloat16 268 MB
-each, some 65 us at 4.1 TB/s beside 1.28 ms for the attention of torch.
+The formulas are those of attention/sink.py. Separate operations would read and write o three times,
+twice in float32. Here a pass reads o and writes o', and one reads go and o': for 64 heads of 64 and
+4 times 4,096 tokens in bfloat16 268 MB each, some 65 us at 4.1 TB/s beside 1.28 ms for the
+attention of torch.
 
 A query without an open key, lse = -inf, has g = 0.
 

@@ -11,6 +11,7 @@
     web_edition  the course as files, with every position of every control
     handout      a sheet per lesson for a class
     figures      the figures of the course as files (extra ``plot``)
+    convex_program  small convex programs: their solution, multipliers and duality gap
     notebooks/   the lessons, also scripts: ``python -m fenchel.lessons.notebooks.softmax``
 
 Only ``course`` is imported here; the lessons need the extra ``learn``.

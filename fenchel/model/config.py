@@ -38,20 +38,10 @@ _KINDS = {
 }
 _SIZES = ("vocabulary", "context", "width", "layers", "heads")
 _SIZES_OR_NONE = (
-    "kv_heads",
-    "head_size",
-    "hidden",
-    "encoder_layers",
-    "distinct_layers",
-    "embedding_width",
-    "rotary_trained_context",
-    "full_head_size",
-    "full_kv_heads",
-    "shared_hidden",
-    "dense_hidden",
-    "shared_expert",
-    "temperature_floor",
-)
+    "kv_heads head_size hidden encoder_layers distinct_layers embedding_width "
+    "rotary_trained_context full_head_size full_kv_heads shared_hidden dense_hidden shared_expert "
+    "temperature_floor"
+).split()
 _COUNTS = ("token_types", "experts", "shared_kv_layers", "per_layer_width")  # 0 is none
 _PATTERNS = ("windows", "layer_choices", "rotary_layers", "delta_layers", "dense_layers")
 _DELTA = (
@@ -59,23 +49,20 @@ _DELTA = (
     "delta_kernel",
 )
 _POSITIVE = (
-    "beta",
-    "embedding_scale",
-    "logit_scale",
-    "router_scale",
-    "initial_std",
-    "initial_qk",
-    "rotary_factor",
+    "beta embedding_scale logit_scale router_scale initial_std initial_qk rotary_factor".split()
 )
 _POSITIVE_OR_NONE = (
-    "score_scale",
-    "softcap",
-    "logit_softcap",
-    "rotary_slow",
-    "rotary_fast",
-    "rotary_attention",
-    "temperature_growth",
-)
+    "score_scale softcap logit_softcap rotary_slow rotary_fast rotary_attention temperature_growth"
+).split()
+
+
+def _read_by(name: str, setting: str, which: str) -> Use:
+    """A field that is read where some layer chooses by a map with that setting."""
+    return Use(
+        (name,),
+        f"a choice or layer_choices {which}",
+        lambda c: any(map in maps_with(setting) for map in c.layer_choices or (c.choice,)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,21 +324,9 @@ class ModelConfig:
             'choice, layer_choices or router "entmax"',
             lambda c: any(name in maps_with("alpha") for name in c.choice_names),
         ),
-        Use(
-            ("entmax_alpha_learned",),
-            'a choice or layer_choices "entmax"',
-            lambda c: any(name in maps_with("alpha") for name in c.layer_choices or (c.choice,)),
-        ),
-        Use(
-            ("beta",),
-            "a choice or layer_choices with a temperature",
-            lambda c: any(name in maps_with("beta") for name in c.layer_choices or (c.choice,)),
-        ),
-        Use(
-            ("log_odds",),
-            'a choice or layer_choices "sigmoid"',
-            lambda c: any(name in maps_with("log_odds") for name in c.layer_choices or (c.choice,)),
-        ),
+        _read_by("entmax_alpha_learned", "alpha", '"entmax"'),
+        _read_by("beta", "beta", "with a temperature"),
+        _read_by("log_odds", "log_odds", '"sigmoid"'),
         Use(("choice",), "no layer_choices", lambda c: not c.layer_choices),
         read_with(
             "rotary_base rotary_layout rotary_fraction rotary_layers rotary_scaling "

@@ -26,7 +26,6 @@ AdamW and the other rules of torch are not captured: their fused kernels are one
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -192,11 +191,25 @@ def capture_graph(run: Callable[[], None], device: torch.device) -> Callable[[],
     return replay
 
 
-@runtime_checkable
-class Capturable(Protocol):
+class Capturable(torch.optim.Optimizer):
     """An optimiser that prepares its steps and hands them to its ``runner``."""
 
-    runner: Callable[[PreparedStep], None]
+    runner: Callable[[PreparedStep], None] = staticmethod(run_step)
+    """Takes prepared steps; ``capture_steps`` replaces it."""
+
+    def prepare(self) -> PreparedStep:
+        """What the host does for a step of all parameters that have a gradient."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.runner(self.prepare())
+        return loss
 
 
 def capture_steps(

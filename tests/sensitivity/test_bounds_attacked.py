@@ -24,7 +24,6 @@ PACKAGES = ("choice", "attention", "sensitivity", "optim", "evaluate")
 NOT_A_BOUND = {
     "sensitivity.token_lipschitz.token_bound": "attacked in test_token_lipschitz.py",
     "sensitivity.token_lipschitz.logit_bound": "attacked in test_token_lipschitz.py",
-    "choice.convex_program.dual_value": "a minimum by Newton's method; tested against cvxpy",
     "choice.base.Choice.ceiling": "infinite; Capped has a finite one",
     "choice.hard.Hard.lipschitz": "infinite: an argmax jumps",
     "choice.hard.Hard.sensitivity": "0 where it is defined",

@@ -16,7 +16,7 @@ with app.setup:
     from torch.autograd.functional import jacobian
 
     import fenchel
-    from fenchel.choice.convex_program import (
+    from fenchel.lessons.convex_program import (
         ConvexProgram,
         dual_value,
         licq,

@@ -17,8 +17,8 @@ with app.setup:
 
     import fenchel
     from fenchel.choice import beta_for_budget, reverse_kl
-    from fenchel.choice.convex_program import ConvexProgram, solve
     from fenchel.choice.hypothesis_test import divergence, tilted
+    from fenchel.lessons.convex_program import ConvexProgram, solve
     from fenchel.lessons.scene import Scene
     from fenchel.lessons.widgets import (
         Exercise,

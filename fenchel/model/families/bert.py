@@ -1,10 +1,11 @@
-"""BERT, RoBERTa and DistilBERT: encoders with post-norm blocks and a head for masked tokens.
+"""BERT, RoBERTa, DistilBERT, ALBERT: encoders with post-norm blocks and a head for masked tokens.
 
 bert          also MiniLM
 roberta       the position of a token is its row less 2, since row 1 is that of padding
 xlm-roberta   the same, with the vocabulary of many languages
 mpnet         and a bias by distance, as T5 has it, in every layer
 distilbert    other names, no token types
+albert        layers that share their weights, and a narrow embedding with a projection
 
 Files without the head are read too; they end with a pooler or with the last block.
 """
@@ -16,7 +17,9 @@ from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import (
+    CONTEXT,
     PLAIN,
+    SIZES,
     Setting,
     Settings,
     attention_dropout,
@@ -44,12 +47,8 @@ _KIND = (
     constant(kind="encoder", norm="layer", norm_place="post", final_norm=False, bias=True),
     constant(positions="learned", embedding_norm=True),
 )
-SIZES = (
-    size("vocabulary", "vocab_size"),
-    size("width", "hidden_size"),
-    size("layers", "num_hidden_layers"),
-    size("heads", "num_attention_heads"),
-    size("hidden", "intermediate_size", written="mlp_width"),
+_ENCODER = (
+    *SIZES,
     number("epsilon", "layer_norm_eps", 1e-12),
     number("dropout", "hidden_dropout_prob", 0.1),
     attention_dropout("attention_probs_dropout_prob", 0.1),
@@ -57,7 +56,6 @@ SIZES = (
     *_KIND,
 )
 """Settings that all of these but DistilBERT share."""
-_CONTEXT = size("context", "max_position_embeddings")
 _TYPES = Setting(
     lambda c: {"token_types": c.integer("type_vocab_size", 2)},
     lambda m: {"type_vocab_size": m.token_types},
@@ -69,7 +67,7 @@ _VARIANTS = (
     unread("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
     unread("pooler_size_per_head", "pooler_type"),
 )
-SETTINGS = (*SIZES, _CONTEXT, _TYPES, *_VARIANTS)
+SETTINGS = (*_ENCODER, CONTEXT, _TYPES, *_VARIANTS)
 """Settings that BERT and ALBERT share."""
 LM_HEAD = constant(lm_head_transform=True, lm_head_bias=True)
 _PADDING = 1
@@ -201,7 +199,7 @@ _ROBERTA_HEAD = (
 _ROBERTA = (
     "roberta.",
     (
-        *(*SIZES, _TYPES, _positions_after_padding(), *_VARIANTS),
+        *(*_ENCODER, _TYPES, _positions_after_padding(), *_VARIANTS),
         # Their head has an exact GELU, whatever the blocks have.
         *(constant(mlp="gelu"), only("hidden_act", "gelu")),
     ),
@@ -221,7 +219,7 @@ MPNET, MPNET_BODY = _with_and_without_head(
     "MPNet",
     "mpnet.",
     (
-        *(*SIZES, _positions_after_padding(checked=False)),
+        *(*_ENCODER, _positions_after_padding(checked=False)),
         # Buckets, their distance and the activation of the head are fixed in the class.
         *(only("relative_attention_num_buckets", 32), only("hidden_act", "gelu")),
         constant(mlp="gelu", relative_bias=True),
@@ -243,7 +241,7 @@ MPNET, MPNET_BODY = _with_and_without_head(
 )
 _DISTIL = (
     size("vocabulary", "vocab_size"),
-    _CONTEXT,
+    CONTEXT,
     size("width", "dim"),
     size("layers", "n_layers"),
     size("heads", "n_heads"),
@@ -293,4 +291,55 @@ DISTILBERT_BODY = Family(
     settings=(*_DISTIL, constant(lm_head=False, tied=True)),
     tensors=_DISTIL_BODY,
     prefix="distilbert.",
+)
+_ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
+
+ALBERT = Family(
+    name="albert",
+    architecture="AlbertForMaskedLM",
+    settings=(
+        *SETTINGS,
+        word("mlp", "hidden_act", PLAIN, "gelu_new"),
+        size("embedding_width", "embedding_size"),
+        size("distinct_layers", "num_hidden_groups"),
+        LM_HEAD,
+        only("inner_group_num", 1),
+        unread("classifier_dropout_prob", "down_scale_factor", "gap_size", "net_structure_type"),
+        unread("num_memory_blocks"),
+    ),
+    tensors=(
+        weight("embed", "albert.embeddings.word_embeddings"),
+        weight("pos_embed", "albert.embeddings.position_embeddings"),
+        weight("type_embed", "albert.embeddings.token_type_embeddings"),
+        *weight_and_bias("embed_norm", "albert.embeddings.LayerNorm"),
+        *weight_and_bias("embed_proj", "albert.encoder.embedding_hidden_mapping_in"),
+        *weight_and_bias(
+            "blocks.{}.attention.qkv",
+            [f"{_ALBERT_LAYER}.attention.{x}" for x in ("query", "key", "value")],
+            FUSED_QKV,
+        ),
+        *weight_and_bias("blocks.{}.attention.out", f"{_ALBERT_LAYER}.attention.dense"),
+        *weight_and_bias("blocks.{}.attention_norm", f"{_ALBERT_LAYER}.attention.LayerNorm"),
+        *weight_and_bias("blocks.{}.mlp.up", f"{_ALBERT_LAYER}.ffn"),
+        *weight_and_bias("blocks.{}.mlp.down", f"{_ALBERT_LAYER}.ffn_output"),
+        *weight_and_bias("blocks.{}.mlp_norm", f"{_ALBERT_LAYER}.full_layer_layer_norm"),
+        *weight_and_bias("lm_head_proj", "predictions.dense"),
+        *weight_and_bias("lm_head_norm", "predictions.LayerNorm"),
+        *lm_head_bias("predictions"),
+        weight("lm_head", "predictions.decoder"),
+    ),
+    copies={
+        "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
+        "predictions.decoder.bias": "predictions.bias",
+    },
+    ignored=(
+        r"albert\.embeddings\.position_ids",
+        r"albert\.pooler\.(weight|bias)",
+        r"sop_classifier\..*",
+    ),
+    marker="predictions.dense.weight",
+)
+FAMILIES = (
+    *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
+    *(MPNET, MPNET_BODY, DISTILBERT, DISTILBERT_BODY, ALBERT),
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
-from fenchel.model.families.llama import COPIES, IGNORED, NAMES, SIZES
+from fenchel.model.families.llama import COPIES, IGNORED, NAMES, SHARED
 from fenchel.model.families.rope_settings import rope, rope_with_local_base
 from fenchel.model.families.setting_rows import (
     Setting,
@@ -36,7 +36,7 @@ from fenchel.model.families.window_settings import periodic
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release has gelu
 _COMMON = (
-    *SIZES,
+    *SHARED,
     flag("tied", "tie_word_embeddings", True),
     Setting(lambda c: {"embedding_scale": c.integer("hidden_size") ** 0.5}, lambda _: {}),
     only("attention_bias", False),
@@ -309,3 +309,4 @@ GEMMA4 = replace(
     ),
     unused=_unused_keys,
 )
+FAMILIES = (GEMMA, GEMMA2, GEMMA3, GEMMA4)

@@ -3,13 +3,14 @@
 from fenchel.model.families.family import Family
 from fenchel.model.families.rope_settings import partial_rope
 from fenchel.model.families.setting_rows import (
+    CONTEXT,
     PLAIN,
+    SIZES,
     attention_dropout,
     constant,
     flag,
     number,
     only,
-    size,
     unread,
     word,
 )
@@ -21,12 +22,8 @@ GPT_NEOX = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     settings=(
-        size("vocabulary", "vocab_size"),
-        size("context", "max_position_embeddings"),
-        size("width", "hidden_size"),
-        size("layers", "num_hidden_layers"),
-        size("heads", "num_attention_heads"),
-        size("hidden", "intermediate_size", written="mlp_width"),
+        *SIZES,
+        CONTEXT,
         word("mlp", "hidden_act", _WORDS, "gelu"),
         number("epsilon", "layer_norm_eps", 1e-5),
         number("dropout", "hidden_dropout", 0.0),

@@ -28,7 +28,9 @@ from fenchel.model.families.rope_settings import (
     rope_with_local_base,
 )
 from fenchel.model.families.setting_rows import (
+    CONTEXT,
     GATED,
+    SIZES,
     Setting,
     Settings,
     attention_dropout,
@@ -69,19 +71,15 @@ from fenchel.model.families.window_settings import (
     uniform,
 )
 
-SIZES = (
-    size("vocabulary", "vocab_size"),
-    size("context", "max_position_embeddings"),
-    size("width", "hidden_size"),
-    size("layers", "num_hidden_layers"),
-    size("heads", "num_attention_heads"),
-    size("hidden", "intermediate_size", written="mlp_width"),
+SHARED = (
+    *SIZES,
+    CONTEXT,
     size_or_none("kv_heads", "num_key_value_heads", written="groups"),
     size_or_none("head_size", "head_dim", written="head_width"),
     number("epsilon", "rms_norm_eps", 1e-6),
     attention_dropout("attention_dropout", 0.0),
 )
-"""Settings that these families and the Gemmas share."""
+"""Settings that these families, Qwen3.5 and the Gemmas share."""
 NAMES = (
     weight("embed", "model.embed_tokens"),
     weight("blocks.{}.attention_norm", "model.layers.{}.input_layernorm"),
@@ -101,7 +99,7 @@ NAMES = (
 )
 """Tensor names that these families and the Gemmas share."""
 _COMMON = (
-    *SIZES,
+    *SHARED,
     word("mlp", "hidden_act", GATED, "silu"),
     flag("tied", "tie_word_embeddings", False),
 )
@@ -375,7 +373,7 @@ NANOCHAT = Family(
     name="nanochat",
     architecture="NanoChatForCausalLM",
     settings=(
-        *SIZES,
+        *SHARED,
         *(word("mlp", "hidden_act", {"relu2": "relu2"}, "relu2"), only("attention_bias", False)),
         flag("tied", "tie_word_embeddings", False),
         number_or_none("logit_softcap", "final_logit_softcapping", 15.0),
@@ -476,4 +474,8 @@ PHI3 = _family(
         weight("blocks.{}.mlp.up", "model.layers.{}.mlp.gate_up_proj", SECOND_HALF),
     ),
     rms_norm_eps=1e-5,
+)
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
+    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT),
 )

@@ -10,7 +10,9 @@ from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
 from fenchel.model.families.rope_settings import rope_with_local_base
 from fenchel.model.families.setting_rows import (
+    CONTEXT,
     GATED,
+    SIZES,
     Setting,
     Settings,
     attention_dropout,
@@ -18,7 +20,6 @@ from fenchel.model.families.setting_rows import (
     flag,
     number,
     only,
-    size,
     unread,
     word,
 )
@@ -75,12 +76,8 @@ def _head_activation() -> Setting:
 
 
 _SETTINGS = (
-    size("vocabulary", "vocab_size"),
-    size("context", "max_position_embeddings"),
-    size("width", "hidden_size"),
-    size("layers", "num_hidden_layers"),
-    size("heads", "num_attention_heads"),
-    size("hidden", "intermediate_size", written="mlp_width"),
+    *SIZES,
+    CONTEXT,
     number("epsilon", "norm_eps", 1e-5),
     number("mlp_dropout", "mlp_dropout", 0.0),
     attention_dropout("attention_dropout", 0.0),
@@ -142,3 +139,4 @@ MODERNBERT_BODY = Family(
     tensors=_BODY,
     prefix="model.",
 )
+FAMILIES = (MODERNBERT, MODERNBERT_BODY)

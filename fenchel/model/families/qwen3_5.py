@@ -20,7 +20,7 @@ from fenchel.model.families.llama import (
     IGNORED,
     LISTED_EXPERTS,
     NAMES,
-    SIZES,
+    SHARED,
 )
 from fenchel.model.families.rope_settings import partial_rope
 from fenchel.model.families.setting_rows import (
@@ -81,7 +81,7 @@ def _layers() -> Setting:
 
 
 _SETTINGS = (
-    *SIZES,
+    *SHARED,
     word("mlp", "hidden_act", {"silu": "swiglu"}, "silu"),  # also behind the filter of DeltaNet
     flag("tied", "tie_word_embeddings", False),
     partial_rope(10000.0, 0.25),
@@ -160,3 +160,4 @@ QWEN3_5_MOE_STACKED = replace(
     ),
     marker="model.layers.0.mlp.experts.gate_up_proj",
 )
+FAMILIES = (QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED)

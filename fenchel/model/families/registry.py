@@ -10,103 +10,42 @@ from typing import Any
 
 from fenchel.files import printable
 from fenchel.model.config import ModelConfig
-from fenchel.model.families.albert import ALBERT
-from fenchel.model.families.bert import (
-    BERT,
-    BERT_BODY,
-    DISTILBERT,
-    DISTILBERT_BODY,
-    MPNET,
-    MPNET_BODY,
-    ROBERTA,
-    ROBERTA_BODY,
-    XLM_ROBERTA,
-    XLM_ROBERTA_BODY,
-)
+from fenchel.model.families import bert, gemma, llama, modernbert, qwen3_5
 from fenchel.model.families.bloom import BLOOM
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.families.family import Family
-from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from fenchel.model.families.gpt2 import GPT2
 from fenchel.model.families.gpt_neox import GPT_NEOX
-from fenchel.model.families.llama import (
-    GPT_OSS,
-    GRANITE,
-    GRANITE4,
-    LLAMA,
-    MINISTRAL3,
-    MISTRAL,
-    NANOCHAT,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    SMOLLM3,
-)
-from fenchel.model.families.modernbert import MODERNBERT, MODERNBERT_BODY
-from fenchel.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED
 from fenchel.model.families.t5 import T5
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE4, PHI3, OLMO2, OLMO3, SMOLLM3),
-    *(MINISTRAL3, QWEN3_MOE, GPT_OSS, NANOCHAT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED),
-    *(GPT2, GPT_NEOX, BLOOM),
-    *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
-    *(BERT, BERT_BODY, ROBERTA, ROBERTA_BODY, XLM_ROBERTA, XLM_ROBERTA_BODY),
-    *(MPNET, MPNET_BODY, DISTILBERT, DISTILBERT_BODY, MODERNBERT, MODERNBERT_BODY, ALBERT, T5),
+    *(*llama.FAMILIES, *qwen3_5.FAMILIES, GPT2, GPT_NEOX, BLOOM, *gemma.FAMILIES),
+    *(*bert.FAMILIES, *modernbert.FAMILIES, T5),
 )
 """In the order in which they are tried for a model to be saved, the most common first."""
+
+
+def _sizes(V: int, M: int, F: int, layers: int, heads: int, context: int) -> Mapping[str, int]:
+    """The keys of config.json for the sizes of a model."""
+    return {
+        "vocab_size": V,
+        "hidden_size": M,
+        "intermediate_size": F,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+    }
+
+
+_QWEN3_VL = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}
 _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
-    "gemma3": {
-        "gemma3_text": {
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131072,
-        }
-    },
-    "gemma4": {
-        "gemma4_text": {
-            "vocab_size": 262144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131072,
-        }
-    },
+    "gemma3": {"gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 131072)},
+    "gemma4": {"gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 131072)},
     "mistral3": {
-        "mistral": {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 131072,
-        },
-        "ministral3": {
-            "vocab_size": 131072,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 262144,
-        },
+        "mistral": _sizes(32000, 4096, 14336, 32, 32, 131072),
+        "ministral3": _sizes(131072, 4096, 14336, 34, 32, 262144),
     },
-    "qwen3_5": {
-        "qwen3_5_text": {
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 32768,
-        }
-    },
+    "qwen3_5": {"qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16, 32768)},
     "qwen3_5_moe": {
         "qwen3_5_moe_text": {
             "vocab_size": 248320,
@@ -116,19 +55,7 @@ _TEXT_MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
             "max_position_embeddings": 32768,
         }
     },
-    "qwen3_vl": {
-        "qwen3_vl_text": {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 128000,
-            "rope_theta": 5e5,
-        }
-    },
+    "qwen3_vl": {"qwen3_vl_text": {**_sizes(151936, 4096, 22016, 32, 32, 128000), **_QWEN3_VL}},
 }
 """Larger models with a text model inside: its families, the first where none is named, and the
 settings that their classes have, which older files leave out."""

@@ -125,6 +125,15 @@ def unread(*theirs: str) -> Setting:
     return Setting(read, lambda _: {})
 
 
+CONTEXT = size("context", "max_position_embeddings")
+SIZES = (
+    size("vocabulary", "vocab_size"),
+    size("width", "hidden_size"),
+    size("layers", "num_hidden_layers"),
+    size("heads", "num_attention_heads"),
+    size("hidden", "intermediate_size", written="mlp_width"),
+)
+"""The sizes under their usual names."""
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path

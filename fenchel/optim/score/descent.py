@@ -22,13 +22,13 @@ they have brought the scores out of the ball, a step begins by scaling them back
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fenchel.optim.cuda_graph import PreparedStep, Rate, run_step
+from fenchel.optim.cuda_graph import Capturable, PreparedStep, Rate
 from fenchel.optim.score.direction import NORMS, direction
 from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
 from fenchel.optim.score.probe import stack_inputs
@@ -54,7 +54,7 @@ from fenchel.torch_internals import foreach_lerp_
 SIZES = ("measured", "closed")
 
 
-class ScoreDescent(torch.optim.Optimizer):
+class ScoreDescent(Capturable):
     """Steepest descent of query and key weights, measured in the scores.
 
     >>> import torch
@@ -67,9 +67,6 @@ class ScoreDescent(torch.optim.Optimizer):
     >>> optimiser.score_stats()["blocks.0.attention"].rms_change.shape
     torch.Size([4])
     """
-
-    runner: Callable[[PreparedStep], None] = staticmethod(run_step)
-    """Takes prepared steps; ``capture_steps`` replaces it."""
 
     def __init__(
         self,
@@ -117,16 +114,7 @@ class ScoreDescent(torch.optim.Optimizer):
         super().add_param_group(group)
         self.pair_probes.append(PairProbes(pairs, self.probe))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.runner(self._prepare())
-        return loss
-
-    def _prepare(self) -> PreparedStep:
+    def prepare(self) -> PreparedStep:
         """Take the samples, and count the step."""
         stacks: list[_Stack] = []
         rates: list[float] = []

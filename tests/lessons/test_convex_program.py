@@ -1,4 +1,4 @@
-"""fenchel/choice/convex_program.py: small programs solved, checked and compared with cvxpy."""
+"""fenchel/lessons/convex_program.py: small programs solved, checked and compared with cvxpy."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fenchel.choice import Softmax, Sparsemax
-from fenchel.choice.convex_program import (
+from fenchel.lessons.convex_program import (
     ConvexProgram,
     dual_value,
     licq,
