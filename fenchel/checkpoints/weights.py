@@ -44,7 +44,11 @@ def read_weights(
     directory = with_current_names(directory, family, config)
     require_enough_tensors(directory, config, listed=config.experts * family.lists_experts)
     ours = meta_state_dict(config)
-    matches = _without_prefix(family.matches(config, ours), family, directory)
+    matches, prefix = family.matches(config, ours), family.prefix
+    if prefix and not any(name.startswith(prefix) for name in directory.tensors):
+        # The names of a file that was saved without a head.
+        without = (tuple(n.removeprefix(prefix) for n in match.theirs) for match in matches)
+        matches = [m._replace(theirs=names) for m, names in zip(matches, without, strict=True)]
     shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches)}
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
@@ -211,16 +215,6 @@ def _require_tensors(
         raise ValueError(
             f"{path} holds {printable(extra[0])}, which its settings have no place for."
         )
-
-
-def _without_prefix(
-    matches: list[Match], family: Family, directory: CheckpointDirectory
-) -> list[Match]:
-    """The matches, by the names of a file that was saved without a head if it is one."""
-    prefix = family.prefix
-    if not prefix or any(name.startswith(prefix) for name in directory.tensors):
-        return matches
-    return [m._replace(theirs=tuple(n.removeprefix(prefix) for n in m.theirs)) for m in matches]
 
 
 def _common_dtype(directory: CheckpointDirectory, names: Iterable[str]) -> torch.dtype:

@@ -184,7 +184,10 @@ def _metrics(path: Path, troubles: _Troubles, strict: bool) -> tuple[MetricsRow,
                 continue
             row = _row(line)
             if row is not None:
-                _merge(rows, row)
+                step = int(number(row["step"]) or 0)
+                while rows and next(reversed(rows)) > step:  # a resumed run replaces later rows
+                    rows.popitem()
+                rows.setdefault(step, {}).update(row)
             elif line.endswith(b"\n"):
                 bad.append(position)
             else:
@@ -246,17 +249,6 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
 def _numbers(entries: list[Any]) -> tuple[float, ...]:
     numbers = (number(entry) for entry in entries[:_LAYERS_LIMIT])
     return tuple(math.nan if value is None else value for value in numbers)
-
-
-def _merge(
-    rows: dict[int, dict[str, float | tuple[float, ...]]],
-    row: dict[str, float | tuple[float, ...]],
-) -> None:
-    """Merges a row. A step before the last one means a resumed run, which replaces later rows."""
-    step = int(number(row["step"]) or 0)
-    while rows and next(reversed(rows)) > step:
-        rows.popitem()
-    rows.setdefault(step, {}).update(row)
 
 
 def _absent(path: Path, troubles: _Troubles) -> bool:

@@ -798,8 +798,9 @@ class TokenTexts:
         """The text of a token within a text, with control tokens by their names."""
         if token not in self._texts:
             text = self._decode([*self._before, token])[self._skip :]
-            if not text and (name := self._tokenizer.id_to_token(token)) is not None:
-                text = name if self._is_control(token) else text
+            controls = self._tokenizer.library.get_added_tokens_decoder()
+            if not text and token in controls:
+                text = self._tokenizer.id_to_token(token) or text
             self._texts[token] = text
         return self._texts[token]
 
@@ -823,9 +824,6 @@ class TokenTexts:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    def _is_control(self, token: int) -> bool:
-        return token in self._tokenizer.library.get_added_tokens_decoder()
 
 
 @dataclass
