@@ -256,8 +256,8 @@ class Exchange:
     def __init__(self, call: Call, relay: Relay, settings: ServerSettings) -> None:
         self.call, self.reply = call, Reply(call)
         self._relay, self._settings = relay, settings
-        self._engine: Engine | None = None
         self._jobs: list[Job] = []
+        self._end: Callable[[Job], None] = lambda _: None
         self._chunks: list[dict[str, Any]] = []
         self._event = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
@@ -270,7 +270,7 @@ class Exchange:
 
     def submit(self, engine: Engine, receive: Receive) -> None:
         """Hand the requests to the engine; none of them where one has no place."""
-        self._engine = engine
+        self._end = engine.cancel
         try:
             for number, request in enumerate(self.call.requests):
                 on_update = partial(self._relay.put, self, number)
@@ -328,8 +328,8 @@ class Exchange:
             self._listener.cancel()
 
     def _cancel(self) -> None:
-        for job in self._jobs if self._engine is not None else ():
-            self._engine.cancel(job)
+        for job in self._jobs:
+            self._end(job)
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -359,9 +359,9 @@ def test_a_cancelled_request_frees_its_row_at_the_next_step(
     gate.open()
     gate.wait()
     assert job.left_queue
-    assert not waiting.started
+    assert not waiting.left_queue
     engine.cancel(job)
-    waiting.cancel()
+    engine.cancel(waiting)
     gate.open()  # the step that runs while both are cancelled
     gate.wait()
     assert first.wait().finish == second.wait().finish == "cancelled"
