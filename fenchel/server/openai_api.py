@@ -906,14 +906,11 @@ class Reply:
         """What a stream begins with: the role of each choice of a chat, the ids of the prompt."""
         call, chunks = self.call, []
         for number, choice in enumerate(self.choices):
-            ids = list(choice.request.prompt)
+            ids = {"prompt_token_ids": [*choice.request.prompt]} if call.return_token_ids else {}
             if call.is_chat:
-                chunk = self._chunk(number, "", None, None, {}, role=True)
-                if call.return_token_ids:
-                    chunk["prompt_token_ids"] = ids
-                chunks.append(chunk)
-            elif call.return_token_ids:
-                chunks.append(self._chunk(number, "", None, None, {"prompt_token_ids": ids}))
+                chunks.append(self._chunk(number, "", None, None, {}, role=True) | ids)
+            elif ids:
+                chunks.append(self._chunk(number, "", None, None, ids))
         return chunks
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -945,11 +942,7 @@ class Reply:
         """Tokens of the prompts, each counted once, and of all choices."""
         prompt = sum(len(request.prompt) for request in self.call.requests[:: self.call.n])
         new = sum(len(choice.tokens) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-        }
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         call = self.call
