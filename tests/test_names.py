@@ -48,7 +48,6 @@ ELSEWHERE = {
     "report/curves": "report/test_run_page.py",
     "report/heat_map": "report/test_inspection_page.py",
     "report/reliability": "cli/test_eval.py",
-    "report/summary": "report/test_run_page.py",
     "sensitivity/perturbation": "sensitivity/test_attention_ball.py",
     "sensitivity/bounds/covariance": "sensitivity/test_bounds_attention.py",
     "sensitivity/bounds/feedforward": "sensitivity/test_bounds_layers.py",
