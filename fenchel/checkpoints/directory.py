@@ -188,7 +188,9 @@ def open_directory(path: Path) -> CheckpointDirectory:
             stacklevel=2,
         )
     directory = _dequantised(CheckpointDirectory(path, config, tensors, digests))
-    _require_own_settings(path / CONFIG, directory.config)
+    for key, value in _walk(directory.config):
+        if key in _REFUSED and value not in (None, False, "", [], {}):
+            raise ValueError(f"{path / CONFIG}: {key} is {_REFUSED[key]}.")
     _require_floating_point(directory)
     _require_sizes(directory)
     return directory
@@ -264,13 +266,6 @@ def require_no_file_names(directory: CheckpointDirectory) -> None:
                 f"{directory.config_path}: {printable(key)}={printable(repr(value))} names a file, "
                 "which is not followed; remove the setting."
             )
-
-
-def _require_own_settings(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse the keys of ``_REFUSED`` wherever they have a value."""
-    for key, value in _walk(config):
-        if key in _REFUSED and value not in (None, False, "", [], {}):
-            raise ValueError(f"{path}: {key} is {_REFUSED[key]}.")
 
 
 def _walk(settings: Any) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ refused. Settings that ``fenchel.generation`` does not
 have (beams, other penalties, logits processors) are not read.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +42,12 @@ class GenerationConfig:
     """As in ``Sampling``; servers write them, Hugging Face has no such setting."""
 
 
-def read_generation_config(
-    path: str | Path, config: Mapping[str, Any] | None = None
-) -> GenerationConfig:
-    """The generation settings of the Hugging Face directory ``path``, whose ``config`` is read
-    unless it is given.
-    """
+def read_generation_config(path: str | Path) -> GenerationConfig:
+    """The generation settings of a Hugging Face directory."""
     path = Path(path)
     name = GENERATION if has_file(path, GENERATION) else CONFIG
-    if config is None:
-        config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
-    settings = dict(config)
+    config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
+    settings = config
     if name == GENERATION:
         tokens = {key: config[key] for key in TOKEN_IDS if key in config}
         settings = tokens | read_bounded_json(path, name)

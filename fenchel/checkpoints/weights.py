@@ -14,9 +14,12 @@ of everything.
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fenchel.checkpoints.directory import (
@@ -26,12 +29,14 @@ from fenchel.checkpoints.directory import (
     open_tensors,
     require_finite,
 )
-from fenchel.files import Damaged, printable
+from fenchel.checkpoints.safetensors_header import system_errors
+from fenchel.files import Damaged, printable, require_output
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, Match
 from fenchel.model.transformer import meta_model
 
 MAX_LAYERS = 4096
+_LONGEST = 2000  # characters of a text in the metadata
 
 
 def read_weights(
@@ -44,7 +49,11 @@ def read_weights(
     directory = with_current_names(directory, family, config)
     require_enough_tensors(directory, config, listed=config.experts * family.lists_experts)
     ours = meta_state_dict(config)
-    matches = _without_prefix(family.matches(config, ours), family, directory)
+    matches, prefix = family.matches(config, ours), family.prefix
+    if prefix and not any(name.startswith(prefix) for name in directory.tensors):
+        # The names of a file that was saved without a head.
+        without = (tuple(n.removeprefix(prefix) for n in match.theirs) for match in matches)
+        matches = [m._replace(theirs=names) for m, names in zip(matches, without, strict=True)]
     shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches)}
     _require_tensors(directory, shapes, optional=family.copies.keys())
     dtype = dtype or _common_dtype(directory, shapes)
@@ -187,6 +196,38 @@ def weights_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def write_model_tensors(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]
+) -> None:
+    """Write tensors that belong to one model, such as a direction, where nothing is yet."""
+    require_output(path, new=True)
+    plain = {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()}
+    with system_errors(path):
+        save_file(plain, path, dict(about))
+
+
+def read_model_tensors(
+    path: Path, model: nn.Module, fixed: Mapping[str, str], what: str, claim: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file whose header was checked, of these weights.
+
+    It is ``what``, such as "a lens", and its metadata ``fixed`` say ``claim``.
+    """
+    with system_errors(path), safe_open(path, framework="pt") as file:
+        about = {key: printable(value, _LONGEST) for key, value in (file.metadata() or {}).items()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if any(about.get(key) != value for key, value in fixed.items()):
+        raise ValueError(f"{path} does not say {claim}.")
+    if about.get("weights") != weights_fingerprint(model):
+        raise ValueError(
+            f"{path} was made with other weights of the same width; {what} does not carry over "
+            "between models."
+        )
+    if not all(bool(x.isfinite().all()) for x in tensors.values()):
+        raise ValueError(f"{path} holds nan or inf.")
+    return tensors, about
+
+
 def _require_tensors(
     directory: CheckpointDirectory,
     shapes: Mapping[str, tuple[int, ...]],
@@ -211,16 +252,6 @@ def _require_tensors(
         raise ValueError(
             f"{path} holds {printable(extra[0])}, which its settings have no place for."
         )
-
-
-def _without_prefix(
-    matches: list[Match], family: Family, directory: CheckpointDirectory
-) -> list[Match]:
-    """The matches, by the names of a file that was saved without a head if it is one."""
-    prefix = family.prefix
-    if not prefix or any(name.startswith(prefix) for name in directory.tensors):
-        return matches
-    return [m._replace(theirs=tuple(n.removeprefix(prefix) for n in m.theirs)) for m in matches]
 
 
 def _common_dtype(directory: CheckpointDirectory, names: Iterable[str]) -> torch.dtype:

@@ -72,7 +72,7 @@ HELP = {
 """What a line can be beside a message."""
 COMMANDS = tuple(words for words in HELP if words[1:].strip('/"'))
 MULTILINE = '"""'
-TRACED = 32
+SHOWN = 32
 """Tokens of which /attention shows a line, unless it is given a number."""
 
 
@@ -135,12 +135,8 @@ def run(
             read_chat_template,
             suggested_generation,
         )
-        from fenchel.generation import (
-            Conversation,
-            GenerationSettings,
-            TraceAttention,
-            TraceSettings,
-        )
+        from fenchel.cli.token_attention import TRACED
+        from fenchel.generation import Conversation, GenerationSettings
         from fenchel.generation.sampling import resolve_sampling
 
     suggested, config_file = suggested_generation(directory)
@@ -164,7 +160,7 @@ def run(
             sampling=chosen,
             stop=list(dict.fromkeys(stops)),
             past_context=past_context,
-            trace=TraceSettings(entropy=True, attention=TraceAttention()) if attention else None,
+            trace=TRACED if attention else None,
             steering=steering.steering(model),
             **decoding.given(),
         ),
@@ -388,8 +384,7 @@ class Repl:
         self._print("\n".join(f"{n:<18}  {'none' if v is None else v}" for n, v in rows.items()))
 
     def _attention(self, number: str) -> None:
-        from fenchel.cli.token_attention import print_attention
-        from fenchel.generation import TraceAttention, TraceSettings
+        from fenchel.cli.token_attention import TRACED, print_attention
         from fenchel.generation.attention_trace import trace_text
 
         if number and not (number.isdecimal() and int(number)):
@@ -399,12 +394,12 @@ class Repl:
         if steering is not None and steering.changes_attention:
             flags = "--emphasise, --head-beta or --head-choice"
             raise ValueError(f"the attention of an answer with {flags} is not traced.")
-        ids = answer.ids[: answer.start + int(number or TRACED)]
+        ids = answer.ids[: answer.start + int(number or SHOWN)]
         traces = trace_text(
             conversation.model,
             ids,
             answer.start,
-            TraceSettings(entropy=True, attention=TraceAttention()),
+            TRACED,
             vectors=None if steering is None else steering.vectors,
         )
         file = sys.stderr if self.json else sys.stdout

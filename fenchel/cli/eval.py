@@ -25,6 +25,7 @@ from fenchel.cli.console import (
 from fenchel.cli.steer import NO_DIRECTION, DirectionFlags
 from fenchel.files import printable, require_output, write_atomic
 from fenchel.hub_cache import model_name
+from fenchel.report.reliability import render
 
 if TYPE_CHECKING:
     from fenchel.evaluate import (
@@ -97,7 +98,6 @@ def run(
     require_inputs(directory, text)
     with stages(json=json) as console:
         from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
-        from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import common_text, evaluate_text, open_evaluation_text
         from fenchel.evaluate.calibration import CALIBRATION, write_calibration
         from fenchel.pipeline import own_text, prediction_map
@@ -160,7 +160,8 @@ def run(
                 saved = write_calibration(directory, model, result, evaluation.text)
                 lines.append(f"temperature stored  {printable(saved, 4096)}")
             if page is not None:
-                write_atomic(page, reliability_page(model_name(directory), evaluation.text, result))
+                record = output["calibration"]
+                write_atomic(page, render(model_name(directory), evaluation.text, record))
                 lines.append(f"reliability diagram  {printable(page, 4096)}")
         if against is not None:
             second, _ = evaluate(against, replace(loading_as, adapter=None))

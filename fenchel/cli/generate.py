@@ -164,13 +164,8 @@ def run(
             end_ids,
             suggested_generation,
         )
-        from fenchel.generation import (
-            GenerationSettings,
-            TraceAttention,
-            TraceSettings,
-            prompt_ids,
-            updates,
-        )
+        from fenchel.cli.token_attention import TRACED, print_attention
+        from fenchel.generation import GenerationSettings, prompt_ids, updates
         from fenchel.generation.sampling import resolve_sampling
 
     config, config_file = suggested_generation(directory)
@@ -184,13 +179,12 @@ def run(
     steered = steering.steering(model)
     if emphasis_kl is not None and steered is not None:
         steered = _emphasis_within(model, tokenizer, steered, ids, ends, emphasis_kl)
-    traced = TraceSettings(entropy=True, attention=TraceAttention()) if attention else None
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         sampling=chosen,
         stop=[*ends, *(stop or ())],
         past_context=past_context,
-        trace=traced,
+        trace=TRACED if attention else None,
         steering=steered,
         **decoding.given(),
     )
@@ -237,8 +231,6 @@ def run(
         return 0
     print(wrap("\n") if show else wrap(for_stdout(f"{prompt}{text}\n")), end="")
     if attention:
-        from fenchel.cli.token_attention import print_attention
-
         whole = [*ids, *(token.id for token in tokens)]
         print_attention(tokenizer, whole, [token.trace for token in tokens if token.trace])
     return 0

@@ -4,7 +4,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fenchel.cli.console import (
     Device,
@@ -20,10 +20,6 @@ from fenchel.cli.console import (
     text_path,
 )
 from fenchel.files import printable
-
-if TYPE_CHECKING:
-    from fenchel.inspection import InspectedModel
-    from fenchel.inspection_result import ScoreParts
 
 NormName = Literal["fro", "token"]
 """What --norm accepts."""
@@ -90,10 +86,16 @@ def run(
     require_inputs(directory, text, conversations=True)
     with stages(json=json) as console:
         from fenchel.inspection import inspect, open_model
+        from fenchel.inspection.trace import tokenize_text
+        from fenchel.interpretability import can_be_hooked, has_score_parts, score_parts
 
         on, _ = device_and_dtype(device, float64=True)
         subject = open_model(directory)
-        parts = None if place is None else _score_parts(subject, text, max_tokens, place)
+        parts = None
+        if place is not None:
+            with warnings.catch_warnings(action="ignore"):  # inspect repeats its notices
+                ids = tokenize_text(subject, text, max_tokens).ids
+            parts = score_parts(subject, ids, *place)
         result = inspect(
             subject,
             text,
@@ -121,8 +123,6 @@ def run(
     sentences = [result.subject["begin"]]
     sentences += [result.precision.statement] if result.precision else []
     page.show(tables(result), [*sentences, *findings(result)])
-    from fenchel.interpretability import can_be_hooked, has_score_parts
-
     if why is None and can_be_hooked(subject):
         parts_too = has_score_parts(subject)
         command = next_command(result, directory, text, max_tokens, why=parts_too)
@@ -143,21 +143,6 @@ def head_and_tokens(words: str, name: str = "--why") -> tuple[int, int, int, int
     assert layer is not None
     assert head is not None
     return layer, head, -1 if query is None else query, key
-
-
-def _score_parts(
-    subject: "InspectedModel",
-    text: str,
-    max_tokens: int | None,
-    place: tuple[int, int, int, int | None],
-) -> "ScoreParts":
-    """Why a head attends where it does, on the tokens that are inspected."""
-    from fenchel.inspection.trace import tokenize_text
-    from fenchel.interpretability import score_parts
-
-    with warnings.catch_warnings(action="ignore"):  # inspect repeats its notices
-        ids = tokenize_text(subject, text, max_tokens).ids
-    return score_parts(subject, ids, *place)
 
 
 def numbers(words: str | None, name: str) -> list[int] | None:

@@ -119,13 +119,18 @@ def run(
             fitted: JacobianLens | None = JacobianLens.load(lens, model)
             did = f"The lens is that of {printable(lens, 4096)}"
         else:
-            source = _Source(subject, fit or text, 0 if fit else len(words.ids), words.ids)
+            source, skipped = printable(fit or text), 0 if fit else len(words.ids)
+            length = min(_TOKENS, subject.context or _TOKENS)
             requested = kind == "jacobian" or fit is not None or save is not None
             fitted = None
-            if (why := _why_not(model, source, kind, requested=requested)) is None:
-                texts, did = source.stretches(
-                    _affordable(model, source, stretches, requested=requested)
-                )
+            if (why := _why_not(model, words.ids, length, kind, requested=requested)) is None:
+                most = stretches if requested else min(stretches, _quick(model, length))
+                texts = _stretches(subject, fit or text, skipped, length, most)
+                if not texts and not skipped:
+                    raise ValueError(f"--fit {source} has fewer tokens than a stretch of {length}.")
+                did = f"The lens is fitted to {source}{' after these tokens' if skipped else ''}"
+                did = did if texts else "The lens is fitted to these tokens themselves"
+                texts = texts or [list(words.ids)]
                 skip = min(16, len(texts[0]) // 4)
                 fitted = fit_lens(
                     model,
@@ -135,7 +140,7 @@ def run(
                     error=_ERROR,
                     progress=console.progress,
                 )
-                about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source.text}"
+                about = f"{_count(fitted.texts)} of {len(texts[0])} tokens of {source}"
                 fitted = replace(fitted, about=about)
         if fitted is None:
             did = f"Only the logit lens is shown: {why}"
@@ -166,48 +171,32 @@ def run(
     return 0
 
 
-class _Source:
-    """Stretches of a text for a fit: those after the first ``skipped`` tokens, or ``own``."""
-
-    def __init__(
-        self, subject: "InspectedModel", text: str, skipped: int, own: Sequence[int]
-    ) -> None:
-        self.subject, self.text, self.skipped, self.own = subject, printable(text), skipped, own
-        self.path = text
-        self.length = min(_TOKENS, subject.context or _TOKENS)
-
-    def stretches(self, count: int) -> tuple[list[list[int]], str]:
-        """At most so many, and what they are."""
-        if found := list(self._windows(count)):
-            where = f"{self.text} after these tokens" if self.skipped else self.text
-            return found, f"The lens is fitted to {where}"
-        if not self.skipped:
-            raise ValueError(f"--fit {self.text} has fewer tokens than a stretch of {self.length}.")
-        return [list(self.own)], "The lens is fitted to these tokens themselves"
-
-    def _windows(self, count: int) -> Iterator[list[int]]:
-        ids, left = list[int](), self.skipped
-        for document in self.subject.documents(self.path):
-            ids += document
-            cut = min(left, len(ids))
-            ids, left = ids[cut:], left - cut
-            while len(ids) >= self.length and count:
-                yield ids[: self.length]
-                ids, count = ids[self.length :], count - 1
-            if not count:
-                return
+def _stretches(
+    subject: "InspectedModel", text: str, skipped: int, length: int, count: int
+) -> list[list[int]]:
+    """At most ``count`` stretches of a text, after its first ``skipped`` tokens."""
+    found, ids, left = list[list[int]](), list[int](), skipped
+    for document in subject.documents(text) if count else ():
+        ids += document
+        cut = min(left, len(ids))
+        ids, left = ids[cut:], left - cut
+        while len(ids) >= length and len(found) < count:
+            found.append(ids[:length])
+            ids = ids[length:]
+        if len(found) == count:
+            break
+    return found
 
 
-def _affordable(model: "HookedModel", source: _Source, stretches: int, *, requested: bool) -> int:
-    """So many stretches, or fewer where a fit was not requested and takes long."""
+def _quick(model: "HookedModel", length: int) -> int:
+    """How many stretches a fit takes that nobody asked for."""
     from fenchel.interpretability.jacobian_lens import fit_flops
 
-    quick = int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, source.length))
-    return stretches if requested else min(stretches, quick)
+    return int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, length))
 
 
 def _why_not(
-    model: "HookedModel", source: _Source, kind: Kind | None, *, requested: bool
+    model: "HookedModel", own: Sequence[int], length: int, kind: Kind | None, *, requested: bool
 ) -> str | None:
     """Why no lens is fitted; None where it is."""
     if kind == "logit":
@@ -216,21 +205,21 @@ def _why_not(
         if requested:
             raise ValueError("a model of one layer has no stream between its layers to read.")
         return "the model has one layer, whose law is its own."
-    if not requested and _affordable(model, source, 2, requested=False) < 2:
+    if not requested and _quick(model, length) < 2:
         return (
-            f"a Jacobian lens takes about {_fit_time(model, source)} per stretch of "
-            f"{source.length} tokens here; --kind jacobian fits one, and --save keeps it."
+            f"a Jacobian lens takes about {_fit_time(model, own, length)} per stretch of "
+            f"{length} tokens here; --kind jacobian fits one, and --save keeps it."
         )
     return None
 
 
-def _fit_time(model: "HookedModel", source: _Source) -> str:
+def _fit_time(model: "HookedModel", own: Sequence[int], length: int) -> str:
     """About how long a stretch takes: a forward pass per row of the matrices, as measured."""
     import torch
 
     from fenchel.interpretability.hooked_model import Taps
 
-    ids = model.batch((list(source.own) * source.length)[: source.length])
+    ids = model.batch((list(own) * length)[:length])
     with torch.no_grad():
         model.logits(ids, Taps())  # the first pass is slower
         begun = time.perf_counter()

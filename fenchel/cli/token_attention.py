@@ -18,8 +18,15 @@ from rich.console import Console
 from fenchel.cli.console import width_of
 from fenchel.data import TextTokenizer
 from fenchel.files import printable
-from fenchel.generation.attention_trace import PositionsRead, TokenTrace
+from fenchel.generation.attention_trace import (
+    PositionsRead,
+    TokenTrace,
+    TraceAttention,
+    TraceSettings,
+)
 
+TRACED = TraceSettings(entropy=True, attention=TraceAttention())
+"""What the lines are made of."""
 RAMP = ((207, 229, 222), (125, 191, 196), (44, 132, 173), (26, 76, 140), (15, 31, 75))
 """The colours of the reports, without their lightest."""
 BARS = "▁▂▃▄▅▆▇█"

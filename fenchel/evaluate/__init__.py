@@ -17,11 +17,11 @@ from fenchel.evaluate.calibration import (
     summarise,
 )
 from fenchel.evaluate.diagnostics import PITFALLS, Pitfall, pitfalls
-from fenchel.evaluate.divergence import document_kl
 from fenchel.evaluate.embedding_neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.score import (
     ChoiceScore,
     Score,
+    document_kl,
     score,
     score_choice,
     score_documents,

@@ -54,7 +54,7 @@ Szegedy et al. (2016), Rethinking the Inception architecture for computer vision
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,7 +274,10 @@ def fit_temperature(
 def _loss(logits_NV: Tensor, targets_N: Tensor, b: float) -> tuple[float, float, float]:
     """f, f' and f'' at b, summed in float64."""
     total = [0.0, 0.0, 0.0]
-    for d in _relative_logits(logits_NV, targets_N):
+    rows = max(1, _BLOCK // logits_NV.shape[1])
+    for z, y in zip(torch.split(logits_NV, rows), torch.split(targets_N, rows), strict=True):
+        wide = to_float64(z)
+        d = wide - wide.gather(-1, y[:, None].to(wide.device))
         possible = d > -torch.inf
         finite = torch.where(possible, d, 0.0)
         scores = torch.where(possible, b * finite, -torch.inf)
@@ -285,14 +288,6 @@ def _loss(logits_NV: Tensor, targets_N: Tensor, b: float) -> tuple[float, float,
             total[i] += float(x.sum())
     f, slope, curvature = (x / len(targets_N) for x in total)
     return f, slope, curvature
-
-
-def _relative_logits(logits_NV: Tensor, targets_N: Tensor) -> Iterator[Tensor]:
-    """d in float64, in blocks of rows."""
-    rows = max(1, _BLOCK // logits_NV.shape[1])
-    for z, y in zip(torch.split(logits_NV, rows), torch.split(targets_N, rows), strict=True):
-        wide = to_float64(z)
-        yield wide - wide.gather(-1, y[:, None].to(wide.device))
 
 
 FIT_LOGITS = 1 << 26

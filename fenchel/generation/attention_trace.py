@@ -348,7 +348,6 @@ def trace_text(
     ids: Sequence[int],
     start: int,
     settings: TraceSettings,
-    calibration: TokenCalibration | None = None,
     vectors: Mapping[int, Tensor] | None = None,
 ) -> list[TokenTrace]:
     """The traces of ``ids[start:]``, from one pass over the text.
@@ -381,7 +380,7 @@ def trace_text(
             [query + 1 for query in queries],
             model.logits(x_1TM[:, queries.start : queries.stop])[0],
             ids_1N[0, queries.start + 1 : queries.stop + 1],
-            calibration,
+            None,
             weights,
         )
     return traces

@@ -279,12 +279,13 @@ def stream_text(
     read = None if source is None else source.tolist()
     request = _with_seed(settings, generator).request(ids.tolist(), source=read)
     found = updates(model, [request], settings, tokenizer=tokenizer, decoder=decoder)
-    return (_text(update) for update in found)
 
+    def pieces() -> Iterator[str]:
+        for update in found:
+            _raise(update)
+            yield "".join(token.text for token in update.tokens) + update.flush
 
-def _text(update: Update) -> str:
-    _raise(update)
-    return "".join(token.text for token in update.tokens) + update.flush
+    return pieces()
 
 
 def updates(

@@ -53,16 +53,12 @@ class PromptLookup:
         """Up to ``most`` tokens that may come next; empty without a match."""
         for ngram in self._suffixes():
             if (start := self._after.get(ngram)) is not None:
-                return self._copy(start, most)
+                copied: list[int] = []
+                for at in range(start, start + most):
+                    known = at < len(self.ids)  # past the end the copy goes on with itself
+                    copied.append(self.ids[at] if known else copied[at - len(self.ids)])
+                return copied
         return []
-
-    def _copy(self, start: int, most: int) -> list[int]:
-        """The tokens from ``start`` on; past the end the copy goes on with itself, as a period."""
-        copied: list[int] = []
-        for at in range(start, start + most):
-            known = at < len(self.ids)
-            copied.append(self.ids[at] if known else copied[at - len(self.ids)])
-        return copied
 
     def _suffixes(self) -> Iterable[tuple[int, ...]]:
         """The n-grams at the end of the sequence, longest first."""

@@ -192,6 +192,11 @@ class Job:
     first_token: float | None = None
 
     @property
+    def left_queue(self) -> bool:
+        """Whether it no longer waits."""
+        return self.started is not None or self.finished
+
+    @property
     def new_tokens(self) -> int:
         """How many tokens were drawn."""
         return len(self.ids) - len(self.request.prompt)

@@ -159,7 +159,11 @@ def _forward(
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
     elif not layer.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    q, k, v = _projected(layer, query, key, value)
+    matrices: Any = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    if layer.in_proj_weight is not None:
+        matrices = layer.in_proj_weight.chunk(3)
+    biases: Any = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    q, k, v = map(linear, (query, key, value), matrices, biases)
     log_prior = _log_prior(attn_mask, key_padding_mask, len(q), layer.num_heads, q.dtype)
     extra: list[tuple[Any, Any]] = []  # further keys and values, which no mask forbids
     if layer.bias_k is not None:
@@ -187,17 +191,6 @@ def _forward(
     if not batched:
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
     return out if layer.batch_first else out.transpose(0, 1), weights
-
-
-def _projected(
-    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights: Any = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    if layer.in_proj_weight is not None:
-        weights = layer.in_proj_weight.chunk(3)
-    biases: Any = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
-    q, k, v = map(linear, (query, key, value), weights, biases)
-    return q, k, v
 
 
 def _log_prior(

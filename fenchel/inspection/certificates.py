@@ -42,7 +42,7 @@ from fenchel.attention.prior import Prior, PriorSelection
 from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import to_interval
 from fenchel.inspection.our_model import OurModel, record_pass
-from fenchel.inspection.recorder import BlockRecord, ModuleCall
+from fenchel.inspection.recorder import BlockRecord
 from fenchel.inspection.trace import InspectedModel
 from fenchel.inspection_result import Certificates, HeadCertificate, LayerCertificate
 from fenchel.model import Transformer
@@ -68,7 +68,7 @@ from fenchel.sensitivity.layers import (
 )
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 
-_AGREEMENT = 1e-3  # of the largest output, between a layer written out and the model's own
+_AGREEMENT = 1e-3  # of the largest output, between what is written out and the model's own
 
 
 class Search(NamedTuple):
@@ -146,7 +146,8 @@ def certify_layer(
     layer: TokenLayer = (block_layer if search.blocks else self_attention_layer)(
         record, search.dtype
     )
-    _require_agreement(layer(x), part, number)
+    what = "attention" if isinstance(part.module, Attention) else "block"
+    require_agreement(layer(x), part.output[0], f"{what} of layer {number}")
     exact: TokenLayer = with_dtype(layer, torch.float64, search.dtype)
     J = exact.jacobian(x.double())
     centre = spectral_norm(J, tol=1e-3, failure=failure, generator=generator)
@@ -388,15 +389,13 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
     return [head(h) for h in range(H)]
 
 
-def _require_agreement(out: Tensor, part: ModuleCall, number: int) -> None:
-    """Refuse a layer whose output ``out`` is not what the model computes."""
-    difference = float((out - part.output[0].to(out)).abs().amax())
-    size = float(part.output.abs().amax())
+def require_agreement(written: Tensor, own: Tensor, what: str) -> None:
+    """Refuse what is written out where its output is not the model's own."""
+    difference, size = float((written - own.to(written)).abs().amax()), float(own.abs().amax())
     if not difference <= _AGREEMENT * max(size, 1e-30):
-        what = "attention" if isinstance(part.module, Attention) else "block"
         raise ValueError(
-            f"the {what} of layer {number} written out differs from the model's own by "
-            f"{difference:.3g} of {size:.3g}, so it is not certified."
+            f"the {what} written out differs from the model's own by {difference:.3g} of "
+            f"{size:.3g}, so it is not certified."
         )
 
 

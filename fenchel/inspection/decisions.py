@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from fenchel.data import ProgressCallback
-from fenchel.inspection.certificates import block_layer, norm_layer, transformer_of, why_no_block
+from fenchel.inspection.certificates import (
+    block_layer,
+    norm_layer,
+    require_agreement,
+    transformer_of,
+    why_no_block,
+)
 from fenchel.inspection.our_model import record_pass
 from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
 from fenchel.inspection_result import DecisionCertification, DecisionRow
@@ -37,7 +43,6 @@ from fenchel.sensitivity.layers import (
 )
 from fenchel.sensitivity.token_lipschitz import largest_stretch, logit_bound
 
-_AGREEMENT = 1e-3  # of the largest logit, between the network written out and the model
 _SHARE = 0.7  # of a budget, for the certificate
 
 
@@ -312,22 +317,8 @@ def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor
     head = LinearLayer(scale * model.lm_head_weight.detach().double().mT, bias)
     network = DecisionNetwork(tuple(stages), norm, head)
     X = records[0].block.x[0].double()
-    _require_agreement(network, X, model, ids)
-    return network, X
-
-
-def _require_agreement(
-    network: DecisionNetwork, X: Tensor, model: Transformer, ids: Tensor
-) -> None:
-    """Refuse a network whose logits are not what the model computes, up to a soft cap."""
-    logits = network(X)
-    cap = model.config.logit_softcap
+    logits, cap = network(X), config.logit_softcap
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     with torch.no_grad(), evaluating(model):
-        own = model(ids[None])[0].double()
-    difference, size = float((logits - own).abs().amax()), float(own.abs().amax())
-    if not difference <= _AGREEMENT * max(size, 1e-30):
-        raise ValueError(
-            f"the model written out differs from its own logits by {difference:.3g} of {size:.3g}, "
-            "so its decisions are not certified."
-        )
+        require_agreement(logits, model(ids[None])[0].double(), "model")
+    return network, X

@@ -56,13 +56,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fenchel.checkpoints.safetensors_header import TensorEntry, read_header, system_errors
-from fenchel.checkpoints.weights import weights_fingerprint
-from fenchel.files import open_regular, printable, require_output
+from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
+from fenchel.checkpoints.weights import (
+    read_model_tensors,
+    weights_fingerprint,
+    write_model_tensors,
+)
+from fenchel.files import open_regular, printable
 from fenchel.inspection.certificates import block_layer, why_no_block
 from fenchel.inspection.our_model import record_pass
 from fenchel.interpretability.hooked_model import HookedModel, Model, RecordedPass, hooked
@@ -87,7 +89,6 @@ _TARGETS: dict[Targets, str] = {
 }
 _NAME = re.compile(r"(jacobian|mean_in)\.([1-9]\d{0,3})")
 _OTHERS = ("mean_out", "spread_texts", "spread_positions")
-_LONGEST = 2000  # characters of a text in the metadata
 _GRAPH = 1 << 22  # numbers in the streams of a batch of copies
 _FAILURE = 1e-9  # probability that a norm at the centre of a ball is too small
 Progress = Callable[[str, int, int], None]
@@ -143,8 +144,6 @@ class JacobianLens:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file where nothing is yet."""
-        path = Path(path)
-        require_output(path, new=True)
         tensors = {f"jacobian.{n}": J for n, J in self.jacobians.items()}
         tensors |= {f"mean_in.{n}": x for n, x in self.mean_in.items()}
         tensors |= {} if self.mean_out is None else {"mean_out": self.mean_out}
@@ -155,12 +154,7 @@ class JacobianLens:
         left_out = f"the first {self.skip} positions and the last"
         about = {"left_out": left_out, "about": self.about, "weights": self.weights}
         about["targets"] = _TARGETS[self.targets]
-        with system_errors(path):
-            save_file(
-                {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()},
-                path,
-                {**_FIXED, **numbers, **about},
-            )
+        write_model_tensors(Path(path), tensors, {**_FIXED, **numbers, **about})
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> "JacobianLens":
@@ -173,19 +167,11 @@ class JacobianLens:
                     "where you trust its source: torch.load, JacobianLens.from_matrices, save."
                 )
         layers = _require_entries(path, read_header(path), subject)
-        with system_errors(path), safe_open(path, framework="pt") as file:
-            about = {k: printable(v, _LONGEST) for k, v in (file.metadata() or {}).items()}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        claim = "how its matrices were made, as fenchel does"
+        tensors, about = read_model_tensors(path, subject.model, _FIXED, "a lens", claim)
         targets = [name for name, words in _TARGETS.items() if about.get("targets") == words]
-        if any(about.get(key) != value for key, value in _FIXED.items()) or not targets:
-            raise ValueError(f"{path} does not say how its matrices were made, as fenchel does.")
-        if about.get("weights") != weights_fingerprint(subject.model):
-            raise ValueError(
-                f"{path} was made with other weights of the same width; a lens does not carry over "
-                "between models."
-            )
-        if not all(bool(x.isfinite().all()) for x in tensors.values()):
-            raise ValueError(f"{path} holds nan or inf.")
+        if not targets:
+            raise ValueError(f"{path} does not say {claim}.")
         try:
             texts, positions, skip = (int(about[k]) for k in ("texts", "positions", "skip"))
         except (KeyError, ValueError):

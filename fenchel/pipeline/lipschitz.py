@@ -36,8 +36,8 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.mlp import Mlp
-from fenchel.sensitivity.layers import Chain, LinearLayer, NormLayer, Residual, SelfAttention
-from fenchel.sensitivity.token_lipschitz import logit_bound, token_bound
+from fenchel.sensitivity.layers import Chain, NormLayer, SelfAttention
+from fenchel.sensitivity.token_lipschitz import token_bound
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "mlp": ("relu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"),
@@ -187,16 +187,6 @@ def _attention_layer(module: Attention) -> SelfAttention:
         b_Q, b_K, b_V = (b.view(-1, D) for b in torch.split_with_sizes(bias, module.rows))
     W_O = module.out.weight.mT
     return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=(b_Q, b_K, b_V))
-
-
-@torch.no_grad()
-def certified_constant(model: Transformer) -> float:
-    """An upper bound of how far a logit moves when no token embedding moves further than 1."""
-    require_known_constant(model.config)
-    scale = model.config.branch_scale
-    stages = [Residual(branch.layer, scale=scale) for branch in branches(model)]
-    head = LinearLayer(model.config.logit_scale * model.lm_head_weight.double().mT)
-    return logit_bound([*stages, _last_norm(model)], head, model.config.width)
 
 
 def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[str, float]:

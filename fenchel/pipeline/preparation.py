@@ -462,10 +462,7 @@ def build_cells(
     steps: int,
     drawn: Mapping[str, Tensor] | None = None,
 ) -> CellStepper:
-    """The steps of this process together with the others.
-
-    ``drawn`` are the first weights of a ``model`` without values; None leaves it so.
-    """
+    """The steps of this process together with the others; ``drawn`` as in ``build_stepper``."""
     return build_stepper(
         model,
         meta_to_train(config),

@@ -63,8 +63,7 @@ from fenchel.evaluate import (
 )
 from fenchel.evaluate.attention import PROMPT, attention_sensitivity
 from fenchel.evaluate.calibration import all_outcomes
-from fenchel.evaluate.divergence import changed_laws
-from fenchel.evaluate.score import document_predictions
+from fenchel.evaluate.score import changed_laws, document_predictions
 from fenchel.files import Damaged, read_sealed_json
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.config_reader import CONFIG

@@ -39,14 +39,15 @@ from fenchel.report.html import (
 from fenchel.report.run_data import (
     RunData,
     Series,
+    evaluated_part,
     layer_series,
     mapping,
     number,
     read_run,
     series,
     table_rows,
+    validation,
 )
-from fenchel.report.summary import evaluated_part, validation
 
 TONES = 8
 """Colours of colours.css; a ninth run has the colour of the first."""

@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 
 from fenchel.report.html import Html, Section, element, format_number, join, notes, picture, table
-from fenchel.report.run_data import RunData, Series, chart_series, series, table_rows
-from fenchel.report.summary import baselines, evaluated_part
+from fenchel.report.run_data import (
+    RunData,
+    Series,
+    baselines,
+    chart_series,
+    evaluated_part,
+    series,
+    table_rows,
+)
 
 _AXES = {"step": "steps", "tokens": "tokens", "elapsed": "time"}
 

@@ -10,6 +10,10 @@
 any file may be missing, empty, truncated or invalid. What can be read is returned; what cannot
 becomes a sentence in ``troubles`` under the name of its file.
 
+**Result.** ``validation`` and ``baselines`` are bits per byte of held-out text, of the model and of
+coders that need no neural network (``fenchel/evaluate/baseline.py``); they do not depend on the
+vocabulary.
+
 **Thinning.** A chart is some hundred points wide, and a run may have a million lines. ``extremes``
 keeps the first, least, greatest and last value of every span, so that no spike of a curve is lost;
 ``even_indices`` keeps rows at equal distances for a table.
@@ -17,6 +21,7 @@ keeps the first, least, greatest and last value of every span, so that no spike 
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -28,7 +33,7 @@ from numpy.typing import NDArray
 
 from fenchel.config import parse_toml
 from fenchel.files import is_sealed, is_sealed_line, open_regular, read_sealed_json
-from fenchel.report.html import json_numbers, pluralise
+from fenchel.report.html import clean, format_number, json_numbers, pluralise, shorten
 
 MetricsRow = Mapping[str, float | tuple[float, ...]]
 """One step: under each name a number or one number per layer, under name/n one number per head of
@@ -184,7 +189,10 @@ def _metrics(path: Path, troubles: _Troubles, strict: bool) -> tuple[MetricsRow,
                 continue
             row = _row(line)
             if row is not None:
-                _merge(rows, row)
+                step = int(number(row["step"]) or 0)
+                while rows and next(reversed(rows)) > step:  # a resumed run replaces later rows
+                    rows.popitem()
+                rows.setdefault(step, {}).update(row)
             elif line.endswith(b"\n"):
                 bad.append(position)
             else:
@@ -246,17 +254,6 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
 def _numbers(entries: list[Any]) -> tuple[float, ...]:
     numbers = (number(entry) for entry in entries[:_LAYERS_LIMIT])
     return tuple(math.nan if value is None else value for value in numbers)
-
-
-def _merge(
-    rows: dict[int, dict[str, float | tuple[float, ...]]],
-    row: dict[str, float | tuple[float, ...]],
-) -> None:
-    """Merges a row. A step before the last one means a resumed run, which replaces later rows."""
-    step = int(number(row["step"]) or 0)
-    while rows and next(reversed(rows)) > step:
-        rows.popitem()
-    rows.setdefault(step, {}).update(row)
 
 
 def _absent(path: Path, troubles: _Troubles) -> bool:
@@ -383,3 +380,64 @@ def table_rows(columns: Sequence[Series], most: int = 40) -> list[list[float | N
 def _exact(values: Numbers) -> list[float]:
     """Numbers for JSON with all their digits, integers without a fraction."""
     return [int(one) if one == int(one) else one for one in values.tolist()]
+
+
+_COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
+_BASELINES = 12
+_BITS = 64.0  # per byte; a larger value is not plausible
+_MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy")
+
+
+def validation(run: RunData) -> tuple[Mapping[str, float], str]:
+    """The evaluation of the summary, else the last one of the metrics, and which step it is of."""
+    stated = mapping(run.summary.get("validation"))
+    if measures := finite_numbers({name: stated.get(name) for name in _MEASURES}):
+        tokens = number(stated.get("tokens"))
+        part = "all" if number(run.summary.get("validation_limit")) is None else "the first"
+        return measures, "" if tokens is None else f", {part} {format_number(tokens)} tokens of it"
+    for row in reversed(run.rows):
+        if measures := finite_numbers({name: row.get(f"validation/{name}") for name in _MEASURES}):
+            return measures, f", at the last evaluation, step {format_number(number(row['step']))}"
+    return {}, ""
+
+
+def baselines(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(name, bits per byte) of every baseline with a plausible value."""
+    stated = finite_numbers(mapping(summary.get("baselines")))
+    sound = [(baseline_name(key), value) for key, value in stated.items() if 0 < value < _BITS]
+    return sound[:_BASELINES]
+
+
+def baseline_name(key: str) -> str:
+    """The name of a baseline on the page.
+
+    >>> baseline_name("ngram5"), baseline_name("bzip2"), baseline_name("other")
+    ('5-gram', 'bzip2 -9', 'other')
+    """
+    if match := re.fullmatch(r"ngram([0-9]{1,2})", key):
+        return f"{match[1]}-gram"
+    return _COMPRESSORS.get(key, shorten(clean(key), 14))
+
+
+def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of ``values`` that are finite numbers."""
+    numbers = ((str(key), number(value)) for key, value in values.items())
+    return {key: x for key, x in numbers if x is not None and math.isfinite(x)}
+
+
+def evaluated_part(run: RunData) -> str:
+    """Which part of the validation text the curves are of, if it is not all of it.
+
+    The evaluations while training read the first tokens only, so that their last one differs from
+    the result, which reads more of them.
+    """
+    limit = number(mapping(run.config.get("train")).get("evaluate_tokens"))
+    whole = number(mapping(run.summary.get("text")).get("validation_tokens"))
+    if limit is None or whole is None or whole - 1 <= limit:  # the first token is not predicted
+        return ""
+    last = number(run.summary.get("validation_limit"))
+    result = "all of them" if last is None else f"the first {format_number(last)}"
+    return (
+        f"Held-out text while training: its first {format_number(limit)} tokens of "
+        f"{format_number(whole)}. The result above is of {result}, so the numbers differ."
+    )

@@ -61,10 +61,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fenchel.files import printable
 from fenchel.generation import Request, Sampling, Update
-from fenchel.generation.scheduler import TurnFacts
+from fenchel.generation.scheduler import Job, TurnFacts
 from fenchel.model import Transformer
 from fenchel.server.embeddings import embed
-from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
+from fenchel.server.engine import Engine, QueueFull, RequestFacts
 from fenchel.server.guard import Guard
 from fenchel.server.metrics import CONTENT_TYPE, Metrics
 from fenchel.server.openai_api import (
@@ -256,7 +256,8 @@ class Exchange:
     def __init__(self, call: Call, relay: Relay, settings: ServerSettings) -> None:
         self.call, self.reply = call, Reply(call)
         self._relay, self._settings = relay, settings
-        self._tickets: list[Ticket] = []
+        self._jobs: list[Job] = []
+        self._end: Callable[[Job], None] = lambda _: None
         self._chunks: list[dict[str, Any]] = []
         self._event = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
@@ -269,10 +270,11 @@ class Exchange:
 
     def submit(self, engine: Engine, receive: Receive) -> None:
         """Hand the requests to the engine; none of them where one has no place."""
+        self._end = engine.cancel
         try:
             for number, request in enumerate(self.call.requests):
                 on_update = partial(self._relay.put, self, number)
-                self._tickets.append(engine.submit(request, on_update))
+                self._jobs.append(engine.submit(request, on_update))
         except (QueueFull, ValueError, RuntimeError) as error:
             self.close()
             if isinstance(error, QueueFull):
@@ -326,8 +328,8 @@ class Exchange:
             self._listener.cancel()
 
     def _cancel(self) -> None:
-        for ticket in self._tickets:
-            ticket.cancel()
+        for job in self._jobs:
+            self._end(job)
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -337,7 +339,7 @@ class Exchange:
         self._event.set()
 
     def _waited(self) -> None:
-        if not any(ticket.started for ticket in self._tickets):
+        if not any(job.left_queue for job in self._jobs):
             seconds = self._settings.queue_seconds
             self.fail(f"the server was busy for {seconds:g} s.", code="queue_seconds")
 

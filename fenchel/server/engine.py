@@ -13,7 +13,7 @@ The engine does not depend on HTTP. Callbacks run on the worker thread, once per
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,23 +55,6 @@ class QueueFull(Exception):
     def __init__(self, reason: str, retry_after: float) -> None:
         super().__init__(f"{reason}; try again in {retry_after:.0f} s.")
         self.retry_after = retry_after
-
-
-class Ticket:
-    """A request that was submitted."""
-
-    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
-        self._job, self._wake = job, wake
-
-    @property
-    def started(self) -> bool:
-        """Whether the request has left the queue."""
-        return self._job.started is not None or self._job.finished
-
-    def cancel(self) -> None:
-        """End the request; its row is free at the next step."""
-        self._job.cancelled = True
-        self._wake()
 
 
 class Engine:
@@ -155,7 +138,7 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def submit(self, request: Request, on_update: OnUpdate) -> Ticket:
+    def submit(self, request: Request, on_update: OnUpdate) -> Job:
         """Accept a request; ``on_update`` is called on the worker thread until it has finished.
 
         Raises ``QueueFull``, ``ValueError`` for a request that cannot be served, and
@@ -174,7 +157,13 @@ class Engine:
                 )
             self.scheduler.waiting.append(job)
             self._condition.notify()
-        return Ticket(job, self._wake)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a request; its row is free at the next step."""
+        job.cancelled = True
+        with self._condition:
+            self._condition.notify()
 
     @property
     def retry_after(self) -> float:
@@ -203,10 +192,6 @@ class Engine:
             total = int(bits.sum(dtype=torch.int64))
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total}\n".encode())
         return digest.hexdigest()[:12]
-
-    def _wake(self) -> None:
-        with self._condition:
-            self._condition.notify()
 
     # What follows runs on the worker thread.
 

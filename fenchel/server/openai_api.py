@@ -798,8 +798,9 @@ class TokenTexts:
         """The text of a token within a text, with control tokens by their names."""
         if token not in self._texts:
             text = self._decode([*self._before, token])[self._skip :]
-            if not text and (name := self._tokenizer.id_to_token(token)) is not None:
-                text = name if self._is_control(token) else text
+            controls = self._tokenizer.library.get_added_tokens_decoder()
+            if not text and token in controls:
+                text = self._tokenizer.id_to_token(token) or text
             self._texts[token] = text
         return self._texts[token]
 
@@ -823,9 +824,6 @@ class TokenTexts:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    def _is_control(self, token: int) -> bool:
-        return token in self._tokenizer.library.get_added_tokens_decoder()
 
 
 @dataclass
@@ -908,14 +906,11 @@ class Reply:
         """What a stream begins with: the role of each choice of a chat, the ids of the prompt."""
         call, chunks = self.call, []
         for number, choice in enumerate(self.choices):
-            ids = list(choice.request.prompt)
+            ids = {"prompt_token_ids": [*choice.request.prompt]} if call.return_token_ids else {}
             if call.is_chat:
-                chunk = self._chunk(number, "", None, None, {}, role=True)
-                if call.return_token_ids:
-                    chunk["prompt_token_ids"] = ids
-                chunks.append(chunk)
-            elif call.return_token_ids:
-                chunks.append(self._chunk(number, "", None, None, {"prompt_token_ids": ids}))
+                chunks.append(self._chunk(number, "", None, None, {}, role=True) | ids)
+            elif ids:
+                chunks.append(self._chunk(number, "", None, None, ids))
         return chunks
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -947,11 +942,7 @@ class Reply:
         """Tokens of the prompts, each counted once, and of all choices."""
         prompt = sum(len(request.prompt) for request in self.call.requests[:: self.call.n])
         new = sum(len(choice.tokens) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-        }
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         call = self.call

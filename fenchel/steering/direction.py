@@ -38,19 +38,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fenchel.checkpoints.safetensors_header import read_header, system_errors
-from fenchel.checkpoints.weights import weights_fingerprint
-from fenchel.files import open_regular, printable, require_output
+from fenchel.checkpoints.safetensors_header import read_header
+from fenchel.checkpoints.weights import (
+    read_model_tensors,
+    weights_fingerprint,
+    write_model_tensors,
+)
+from fenchel.files import open_regular
 from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity import jacobian, singular_values
 
 KIND = "steering direction"
 _FIXED = {"kind": KIND, "operation": "add", "site": "after block", "count_from": "1"}
-_LONGEST = 2000  # characters of a text in the metadata
 _SINGULAR = 1e-4  # error of a singular value, of the largest
 _NAME = re.compile(r"direction\.([1-9]\d{0,3})")
 
@@ -98,16 +99,10 @@ class Direction:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file where nothing is yet."""
-        path = Path(path)
-        require_output(path, new=True)
         width = len(next(iter(self.vectors.values())))
-        tensors = {
-            f"direction.{layer}": v.detach().float().cpu().contiguous()
-            for layer, v in self.vectors.items()
-        }
+        tensors = {f"direction.{layer}": v for layer, v in self.vectors.items()}
         about = {"width": str(width), "strength": repr(self.strength), "about": self.about}
-        with system_errors(path):
-            save_file(tensors, path, {**_FIXED, **about, "weights": self.weights})
+        write_model_tensors(Path(path), tensors, {**_FIXED, **about, "weights": self.weights})
 
     @classmethod
     def load(cls, path: str | Path, model: Transformer) -> "Direction":
@@ -126,31 +121,17 @@ class Direction:
                     f"{path} was made for a model of width {entry.shape[0]} and this one has {M}; "
                     "directions do not carry over between models."
                 )
-        vectors: dict[int, Tensor] = {}
-        with system_errors(path), safe_open(path, framework="pt") as file:
-            about = {
-                key: printable(value, _LONGEST) for key, value in (file.metadata() or {}).items()
-            }
-            for name, match in numbers.items():
-                assert match is not None
-                vectors[int(match[1])] = file.get_tensor(name)
-        if any(about.get(key) != value for key, value in _FIXED.items()):
-            raise ValueError(f"{path} does not say that its vectors are to be added after blocks.")
-        if max(vectors) > layers:
-            raise ValueError(f"{path} steers layer {max(vectors)} and the model has {layers}.")
-        if about.get("weights") != weights_fingerprint(model):
-            raise ValueError(
-                f"{path} was made with other weights of the same width; directions do not carry "
-                "over between models."
-            )
+        last = max(int(match[1]) for match in numbers.values() if match is not None)
+        if last > layers:
+            raise ValueError(f"{path} steers layer {last} and the model has {layers}.")
+        claim = "that its vectors are to be added after blocks"
+        tensors, about = read_model_tensors(path, model, _FIXED, "a direction", claim)
         try:
             strength = float(about.get("strength", ""))
         except ValueError:
             raise ValueError(f"{path} names no strength.") from None
-        if not all(bool(v.isfinite().all()) for v in vectors.values()):
-            raise ValueError(f"{path} holds nan or inf.")
         return cls(
-            vectors=vectors,
+            vectors={int(name.rpartition(".")[2]): v for name, v in tensors.items()},
             strength=strength,
             about=about.get("about", ""),
             weights=about["weights"],

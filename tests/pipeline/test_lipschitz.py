@@ -12,14 +12,9 @@ from fenchel.checkpoints import load_model, run_checkpoint
 from fenchel.files import read_sealed_json
 from fenchel.inspection import certify_constant
 from fenchel.model import Transformer
-from fenchel.pipeline.lipschitz import (
-    REQUIRED,
-    LipschitzCap,
-    branches,
-    certified_constant,
-    default_settings,
-)
-from fenchel.sensitivity.token_lipschitz import token_bound
+from fenchel.pipeline.lipschitz import REQUIRED, LipschitzCap, branches, default_settings
+from fenchel.sensitivity.layers import LinearLayer, NormLayer, Residual
+from fenchel.sensitivity.token_lipschitz import logit_bound, token_bound
 from tests.pipeline.conftest import Remembering
 
 KNOWN = default_settings(24)
@@ -34,6 +29,18 @@ def config_of(text: Path, **train: Any) -> pipeline.RunConfig:
         "train": {**TRAIN, **train},
     }
     return pipeline.settings(sections)
+
+
+@torch.no_grad()
+def certified_constant(model: Transformer) -> float:
+    """The constant from the branches that the cap itself measures."""
+    scale, last = model.config.branch_scale, model.norm
+    assert isinstance(last, torch.nn.LayerNorm | torch.nn.RMSNorm)
+    kind = "layer" if isinstance(last, torch.nn.LayerNorm) else "rms"
+    norm = NormLayer(last.weight, getattr(last, "bias", None), last.eps, kind)
+    stages = [Residual(branch.layer, scale=scale) for branch in branches(model)]
+    head = LinearLayer(model.config.logit_scale * model.lm_head_weight.double().mT)
+    return logit_bound([*stages, norm], head, model.config.width)
 
 
 @pytest.mark.parametrize(

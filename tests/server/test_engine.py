@@ -15,9 +15,9 @@ from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.generation import Decoder, Request, Sampling, Token, Update, generate
 from fenchel.generation.attention_trace import TraceAttention, TraceSettings, trace_text
 from fenchel.generation.fused_step import PendingTokens
-from fenchel.generation.scheduler import TurnFacts
+from fenchel.generation.scheduler import Job, TurnFacts
 from fenchel.model import ModelConfig, Transformer
-from fenchel.server.engine import Engine, QueueFull, RequestFacts, Ticket
+from fenchel.server.engine import Engine, QueueFull, RequestFacts
 from tests.generation.conftest import run_and_keep
 
 CONTEXT, LONG, WAIT = 48, 300, 30.0
@@ -112,7 +112,7 @@ def request(*prompt: int, **settings: Any) -> Request:
     return Request(prompt=prompt, **{**usual, **settings})
 
 
-def ask(engine: Engine, asked: Request) -> tuple[Ticket, Result]:
+def ask(engine: Engine, asked: Request) -> tuple[Job, Result]:
     result = Result()
     return engine.submit(asked, result), result
 
@@ -353,15 +353,15 @@ def test_a_cancelled_request_frees_its_row_at_the_next_step(
 ) -> None:
     engine = serve(rows=1)
     gate = Gate(engine, monkeypatch)
-    ticket, first = ask(engine, request(1, max_new_tokens=40))
+    job, first = ask(engine, request(1, max_new_tokens=40))
     waiting, second = ask(engine, request(2, max_new_tokens=40))
     _, third = ask(engine, request(3, max_new_tokens=3))
     gate.open()
     gate.wait()
-    assert ticket.started
-    assert not waiting.started
-    ticket.cancel()
-    waiting.cancel()
+    assert job.left_queue
+    assert not waiting.left_queue
+    engine.cancel(job)
+    engine.cancel(waiting)
     gate.open()  # the step that runs while both are cancelled
     gate.wait()
     assert first.wait().finish == second.wait().finish == "cancelled"

@@ -1,9 +1,9 @@
-"""fenchel/report/tuning.py: the section of a run that tunes a checkpoint."""
+"""fenchel/report/run_page.py: the section of a run that tunes a checkpoint."""
 
 from typing import Any
 
 from fenchel.report.run_data import RunData
-from fenchel.report.tuning import before_and_after
+from fenchel.report.run_page import before_and_after
 
 MEASURES: dict[str, Any] = {
     "loss": 3.0,

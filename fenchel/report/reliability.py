@@ -1,11 +1,15 @@
-"""The page of a reliability diagram, for ``fenchel eval --page``.
+"""The page of a reliability diagram: how far the confidence of predictions is their accuracy.
+
+record (plain values of ``fenchel eval --page``) -> section -> one document
 
 Every bin of predictions is a point: its mean confidence to the right, its accuracy upwards. On the
 diagonal the two agree; below it the model is overconfident, above it underconfident. The area of a
 point is its share of the predictions. The diagram is drawn as SVG, without a script.
 """
 
-from fenchel.evaluate import Bin, Calibration, Confidence
+from collections.abc import Mapping
+from typing import Any
+
 from fenchel.report.html import (
     Html,
     Section,
@@ -23,11 +27,14 @@ _SIDE, _LEFT, _TOP = 320, 40, 10
 _RADIUS = 14.0  # of a point with all predictions
 
 
-def page(name: str, text: str, result: Confidence) -> str:
+Record = Mapping[str, Any]
+
+
+def render(name: str, text: str, record: Record) -> str:
     """The page as text."""
-    kinds = {"T = 1": result.plain}
-    if result.scaled is not None:
-        kinds[f"T = {result.temperature:.3f}"] = result.scaled
+    kinds: dict[str, Record] = {"T = 1": record["plain"]}
+    if record["scaled"] is not None:
+        kinds[f"T = {record['temperature']:.3f}"] = record["scaled"]
     figure_ = element(
         "figure",
         element(
@@ -42,26 +49,27 @@ def page(name: str, text: str, result: Confidence) -> str:
         *(details(f"Bins at {kind}", _bins(kind, one)) for kind, one in kinds.items()),
         class_="half",
     )
-    beside = element("div", _sentences(result), _measures(kinds), class_="half")
+    beside = element("div", _sentences(record), _measures(kinds), class_="half")
     charts = element("div", figure_, beside, class_="charts")
     section = Section(anchor="reliability", title="Reliability", body=charts)
     header = page_header("calibration", shorten(name, 200), f"on {shorten(text, 200)}")
     return document(title=f"{shorten(name, 200)} · calibration", header=header, sections=[section])
 
 
-def _sentences(result: Confidence) -> Html:
-    if result.scaled is None:
+def _sentences(record: Record) -> Html:
+    if record["scaled"] is None:
         return notes(["No finite temperature is best on the first half of the text."])
     return notes(
         [
-            f"The temperature {result.temperature:.4g} minimises the loss of {result.fitted_on:,} "
+            f"The temperature {record['temperature']:.4g} minimises the loss of "
+            f"{record['fitted_on']:,} "
             "predictions of the first half of the text; all numbers are measured on the second."
         ]
     )
 
 
-def _picture(kinds: dict[str, Calibration]) -> Html:
-    label = "; ".join(f"{kind}: ECE {one.ece:.4f}" for kind, one in kinds.items())
+def _picture(kinds: Mapping[str, Record]) -> Html:
+    label = "; ".join(f"{kind}: ECE {one['ece']:.4f}" for kind, one in kinds.items())
     marks = [0.0, 0.25, 0.5, 0.75, 1.0]
     parts: list[Html] = []
     for value in marks:
@@ -81,17 +89,18 @@ def _picture(kinds: dict[str, Calibration]) -> Html:
     return element("svg", *parts, viewBox=size, role="img", aria_label=label)
 
 
-def _points(one: Calibration, tone: int) -> list[Html]:
+def _points(one: Record, tone: int) -> list[Html]:
     route = " ".join(
-        f"{'L' if i else 'M'}{_x(b.confidence)} {_y(b.accuracy)}" for i, b in enumerate(one.bins)
+        f"{'L' if i else 'M'}{_x(b['confidence'])} {_y(b['accuracy'])}"
+        for i, b in enumerate(one["bins"])
     )
     line = element("path", d=route, class_=f"line s{tone}")
-    return [line, *(_point(b, one.predictions, tone) for b in one.bins)]
+    return [line, *(_point(b, one["predictions"], tone) for b in one["bins"])]
 
 
-def _point(one: Bin, total: int, tone: int) -> Html:
-    radius = max(2.0, _RADIUS * (one.size / total) ** 0.5)
-    return _dot(_x(one.confidence), _y(one.accuracy), radius, tone)
+def _point(one: Record, total: int, tone: int) -> Html:
+    radius = max(2.0, _RADIUS * (one["size"] / total) ** 0.5)
+    return _dot(_x(one["confidence"]), _y(one["accuracy"]), radius, tone)
 
 
 def _dot(x: float, y: float, radius: float, tone: int) -> Html:
@@ -106,21 +115,21 @@ def _y(value: float) -> int:
     return round(_TOP + _SIDE * (1.0 - value))
 
 
-def _bins(kind: str, one: Calibration) -> Html:
+def _bins(kind: str, one: Record) -> Html:
     rows = [
         (
-            f"{b.low:.3f} to {b.high:.3f}",
-            f"{b.size:,}",
-            format_number(b.confidence),
-            format_number(b.accuracy),
+            f"{b['low']:.3f} to {b['high']:.3f}",
+            f"{b['size']:,}",
+            format_number(b["confidence"]),
+            format_number(b["accuracy"]),
         )
-        for b in one.bins
+        for b in one["bins"]
     ]
     head = ("confidence", "predictions", "mean confidence", "accuracy")
     return table(head, rows, caption=f"Bins at {kind}, without empty ones")
 
 
-def _measures(kinds: dict[str, Calibration]) -> Html:
+def _measures(kinds: Mapping[str, Record]) -> Html:
     names = {
         "loss": "loss, nats",
         "brier": "Brier score",
@@ -130,7 +139,7 @@ def _measures(kinds: dict[str, Calibration]) -> Html:
         "ece_mass": "ECE, bins of equal mass",
     }
     rows = [
-        (label, *(format_number(getattr(one, name)) for one in kinds.values()))
+        (label, *(format_number(one[name]) for one in kinds.values()))
         for name, label in names.items()
     ]
     return table(("", *kinds), rows, caption="Measured on the second half of the text")

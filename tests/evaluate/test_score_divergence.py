@@ -1,4 +1,4 @@
-"""fenchel/evaluate/divergence.py: the mean KL between two models on documents."""
+"""fenchel/evaluate/score.py: the mean KL between two models on documents."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from fenchel.data import DocumentIds, PackedBatches
 from fenchel.evaluate import document_kl
-from fenchel.evaluate.divergence import changed_laws
+from fenchel.evaluate.score import changed_laws
 from fenchel.model import ModelConfig, Transformer
 
 DOCUMENTS = PackedBatches(
