@@ -311,13 +311,7 @@ class KVCache:
         ``token_B`` has the numbers in device memory instead.
         """
         view = copy(self)
-        if not isinstance(rows, slice):
-            ordered = range(rows[0], rows[0] + len(rows))  # a slice is read without a copy
-            consecutive = list(rows) == list(ordered)
-            where = slice(ordered.start, ordered.stop)
-            view._rows = where if consecutive else torch.tensor(rows, device=self.device)
-        else:
-            view._rows = rows
+        view._rows = rows if isinstance(rows, slice) else _consecutive(rows, self.device)
         view.starts, view.per_row, view.token_B = list(starts), per_row, token_B
         view._cross, view._placed = {}, {}
         return view
@@ -543,3 +537,10 @@ class KVCache:
                 if stop > begin:
                     slots = slice(begin % R, begin % R + stop - begin)
                     store.write(rows, slots, part[:, :, begin - n : stop - n])
+
+
+def _consecutive(rows: Sequence[int], device: torch.device) -> Rows:
+    """A slice where the rows are consecutive, so that they are read without a copy."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

@@ -798,8 +798,7 @@ class TokenTexts:
         """The text of a token within a text, with control tokens by their names."""
         if token not in self._texts:
             text = self._decode([*self._before, token])[self._skip :]
-            controls = self._tokenizer.library.get_added_tokens_decoder()
-            if not text and token in controls:
+            if not text and token in self._tokenizer.library.get_added_tokens_decoder():
                 text = self._tokenizer.id_to_token(token) or text
             self._texts[token] = text
         return self._texts[token]
