@@ -107,7 +107,7 @@ def run(
             seed,
         ) != (1, 20, 1, 1e-9, "float64", 0):
             raise ValueError("--lipschitz reads --text, --max-tokens and --json only.")
-        return _constant(directory, text, max_tokens or 16, json=json)
+        return _constant(directory, text, 16 if max_tokens is None else max_tokens, json=json)
     chosen = numbers(layers, "--layers")
     target = out if json else out or PAGE
     _require_flags(
@@ -150,7 +150,7 @@ def run(
                 text,
                 norm=norm or "all",
                 keep=keep,
-                max_tokens=max_tokens or 16,
+                max_tokens=16 if max_tokens is None else max_tokens,
                 budget=None if budget is None else seconds(budget),
                 progress=console.progress,
             )
@@ -163,7 +163,7 @@ def run(
                 text,
                 radius,
                 norm=norm or "fro",
-                max_tokens=max_tokens or 64,
+                max_tokens=64 if max_tokens is None else max_tokens,
                 layers=chosen,
                 search=Search(steps, restarts, failure, heads, kind, blocks),
                 device=str(on),
