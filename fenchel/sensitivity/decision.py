@@ -341,7 +341,7 @@ class DecisionBound:
                     self.gradients[s, k] = self._score_gradients(s, T)
             meet = isinstance(stage.part, _Attention)
             for k, T in current.items():  # one by one, so that each replaces its predecessor
-                current[k] = _composed(J, T, d, meet=meet)
+                current[k] = J if k == s else _composed(J, T, d, meet=meet)
             current[s + 1] = torch.eye(n * d, dtype=torch.float64)
             self._keep(s + 1, current)
         self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
