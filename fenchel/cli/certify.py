@@ -113,7 +113,7 @@ def run(
     if lipschitz:
         if decision or any(given.values()):
             raise ValueError("--lipschitz reads --text, --max-tokens and --json only.")
-        return _constant(directory, text, max_tokens or 16, json=json)
+        return _constant(directory, text, 16 if max_tokens is None else max_tokens, json=json)
     chosen = numbers(layers, "--layers")
     if not decision and radius is None:
         raise ValueError(
@@ -143,7 +143,7 @@ def run(
                 text,
                 norm=norm or "all",
                 keep=keep,
-                max_tokens=max_tokens or 16,
+                max_tokens=16 if max_tokens is None else max_tokens,
                 budget=None if budget is None else seconds(budget),
                 progress=console.progress,
             )
@@ -156,7 +156,7 @@ def run(
                 text,
                 radius,
                 norm=norm or "fro",
-                max_tokens=max_tokens or 64,
+                max_tokens=64 if max_tokens is None else max_tokens,
                 layers=chosen,
                 search=Search(steps, restarts, failure, heads, kind, blocks),
                 device=str(on),

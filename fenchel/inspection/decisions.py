@@ -32,7 +32,12 @@ from fenchel.inspection.our_model import record_pass
 from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
 from fenchel.inspection_result import DecisionCertification, DecisionRow
 from fenchel.model import Transformer, evaluating
-from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, certified_radii
+from fenchel.sensitivity.decision import (
+    DecisionBound,
+    DecisionNetwork,
+    certified_radii,
+    require_size,
+)
 from fenchel.sensitivity.decision_attack import nearest_change
 from fenchel.sensitivity.layers import (
     Chain,
@@ -147,10 +152,11 @@ def certify_decision(
         raise ValueError(f"a decision is about one sequence of ids (T,), got {tuple(ids.shape)}.")
     if not 1 <= keep < model.config.vocabulary:
         raise ValueError(f"keep is 1 to {model.config.vocabulary - 1}, got {keep}.")
-    network, X = network_of(model, ids)
     chosen = list(range(len(ids))) if positions is None else sorted(set(positions))
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < len(ids):
         raise ValueError(f"positions are 0 to {len(ids) - 1}, got {positions}.")
+    require_size(chosen[-1] + 1, model.config.width, 2 * model.config.layers)
+    network, X = network_of(model, ids)
     X = X[: chosen[-1] + 1]
     network = network.prefix(len(X))
     say = progress or (lambda *_: None)

@@ -87,6 +87,8 @@ _TINY = 1e-12
 _NEAREST = 64  # pairs at once whose margins take remainders in their ellipsoids, not in balls
 _TOGETHER = 8  # tokens in a block of a product of Jacobians
 _BYTES = 12e9
+_SPEED = 3e10  # operations per second of a core
+_RADII = 12  # that are tried for a position
 
 
 class Curvature(NamedTuple):
@@ -163,6 +165,11 @@ class DecisionNetwork:
         """(..., n, d) -> (..., n, V)."""
         logits: Tensor = self.head(self.norm(Chain(self.stages)(X)))
         return logits
+
+    def last_logits(self, X: Tensor) -> Tensor:
+        """Those of the last token: (..., n, d) -> (..., V)."""
+        logits: Tensor = self.head(self.norm(Chain(self.stages)(X)[..., -1:, :]))
+        return logits[..., 0, :]
 
     def prefix(self, n: int) -> "DecisionNetwork":
         """The network on the first n tokens: rotations are one matrix per position."""
@@ -307,12 +314,7 @@ class DecisionBound:
         attends = [isinstance(_parts(one)[1][0], SelfAttention) for one in network.stages]
         self._mixing = max((s for s, one in enumerate(attends) if one), default=-1)
         """The last stage in which tokens meet."""
-        need = 8.0 * (self.n * self.d) ** 2 * (len(network.stages) + 1) ** 2
-        if need > _BYTES:
-            raise ValueError(
-                f"{self.n} tokens of width {self.d} in {len(network.stages) // 2} blocks need "
-                f"{need / 1e9:.0f} GB for their Jacobians; give fewer tokens."
-            )
+        require_size(self.n, self.d, len(network.stages))
         widest = max(self.n * self.d, *(_widest(stage) for stage in network.stages))
         self.gamma = 16.0 * (widest + 64) * _EPS
         """More than the relative rounding of a few products, each a sum over any axis."""
@@ -338,7 +340,8 @@ class DecisionBound:
                 for k, T in current.items():
                     self.gradients[s, k] = self._score_gradients(s, T)
             meet = isinstance(stage.part, _Attention)
-            current = {k: _composed(J, T, d, meet=meet) for k, T in current.items()}
+            for k, T in current.items():  # one by one, so that each replaces its predecessor
+                current[k] = J if k == s else _composed(J, T, d, meet=meet)
             current[s + 1] = torch.eye(n * d, dtype=torch.float64)
             self._keep(s + 1, current)
         self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
@@ -348,8 +351,18 @@ class DecisionBound:
         n, d = self.n, self.d
         for k, T in current.items():
             blocks = T.view(n, d, n, d)
-            self.T[s, k] = [blocks[i, :, : i + 1].permute(1, 0, 2).contiguous() for i in range(n)]
+            if k < s:
+                rows = (blocks[i, :, : i + 1].permute(1, 0, 2) for i in range(n))
+                self.T[s, k] = [row.contiguous() for row in rows]
             self.lengths[s, k] = blocks.square().sum((1, 3)).sqrt() * _GROW
+
+    def _row(self, s: int, k: int, i: int) -> Tensor:
+        """Of token i, from the output of stage k - 1 to the input of stage s: (i + 1, d, d)."""
+        if k < s:
+            return self.T[s, k][i]
+        identity = torch.zeros(i + 1, self.d, self.d, dtype=torch.float64)
+        identity[i] = torch.eye(self.d, dtype=torch.float64)
+        return identity
 
     def _stage(self, residual: Residual, x: Tensor) -> tuple[_Stage, Tensor]:
         """The stage at its centre, and its Jacobian (n d, n d)."""
@@ -501,7 +514,8 @@ class DecisionBound:
         shape, rho, gram, linear_ = [], [], {}, {}
         for s in range(len(self.stages) + 1):
             S = torch.zeros(n, self.d, self.d, dtype=torch.float64)
-            for i, T in enumerate(self.T[s, 0]):
+            for i in range(n):
+                T = self._row(s, 0, i)
                 if norm == "all":
                     S[i] = (T @ T.mT).sum(0)
                 elif norm == "token":
@@ -928,7 +942,7 @@ class DecisionBound:
         """|W_j T_tm| of every rival and token, by |W_j| |T_tm|_F before ``start``: (V, t + 1)."""
         S = len(self.stages)
         before = lengths(W)[:, None] * self.lengths[S, k][t, :start]
-        exact = [(W @ block).norm(dim=-1, keepdim=True) for block in self.T[S, k][t][start:]]
+        exact = [(W @ block).norm(dim=-1, keepdim=True) for block in self._row(S, k, t)[start:]]
         return torch.cat((before, *exact), -1)
 
     def margin(self, t: int, gradients: "_Gradients", found: "_Remainders", r: float) -> Bound:
@@ -995,7 +1009,7 @@ class DecisionBound:
             (m,) = errors[s].sum(0).nonzero(as_tuple=True)
             if len(m) == 0:
                 continue
-            a = W @ self.T[len(self.stages), s + 1][t][m]  # (m, c, d)
+            a = W @ self._row(len(self.stages), s + 1, t)[m]  # (m, c, d)
             behind, error = gradients.behind[row, s, rival][:, m, None], errors[s][:, m].mT
             balls = behind * error  # (c, m, parts)
             square = ((a @ shape.parts[:, m]) * a).sum(-1).clamp(min=0.0)  # (parts, m, c)
@@ -1218,6 +1232,36 @@ def _widest(residual: Residual) -> int:
         return 0
     assert isinstance(branch[-1], LinearLayer)
     return len(branch[-1].W)
+
+
+def require_size(n: int, d: int, S: int) -> None:
+    """Refuse what needs more memory than _BYTES, with what it would take.
+
+    Every pair of stages has a Jacobian, of which the causal half is stored, and every stage has
+    two whole ones. A product of Jacobians takes (n d)^3 / 3 operations behind attention, and each
+    radius 2 d (n d)^2 for every pair.
+    """
+
+    def bytes_for(n: int) -> float:
+        return 8.0 * (n * d) ** 2 * (S * (S + 1) / 4 + 2 * S + 4)
+
+    if bytes_for(n) > _BYTES:
+        operations = S * S / 4 * (n * d) ** 3 / 3 + _RADII * S * S / 2 * (n * d) ** 2 * d * 2
+        fit = max((k for k in range(1, n) if bytes_for(k) <= _BYTES), default=0)
+        advice = f"{fit} tokens fit" if fit else "no token fits"
+        raise ValueError(
+            f"{n} tokens of width {d} in {S // 2} blocks need about {bytes_for(n) / 1e9:.0f} GB "
+            f"for their Jacobians, of {_BYTES / 1e9:.0f} at most, and "
+            f"{_duration(operations / _SPEED)} of one core; {advice}."
+        )
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(90.0), _duration(9e4)
+    ('2 minutes', '25 hours')
+    """
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
 
 
 def _require_stages(stages: Sequence[Residual]) -> None:

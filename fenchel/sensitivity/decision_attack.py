@@ -52,7 +52,7 @@ def nearest_change(
             best += _iterate(network, X, kept, norm, pairs[whose], starts, 0.2, deadline)
     best = sorted(best, key=lambda pair: pair[0])[:4]
     found = [_shortened(network, X, kept, move) for _, move in best]
-    found = [move for move in found if bool(_changed(network(X + move)[None, -1], kept)[0])]
+    found = [move for move in found if bool(_changed(network.last_logits(X + move)[None], kept)[0])]
     return min(found, key=lambda move: _length(move, norm)) if found else None
 
 
@@ -90,7 +90,7 @@ def _margins(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The margins (R,) of pairs (R, 2) at X + moves, their gradients, and the logits (R, V)."""
     moves = moves.detach().requires_grad_()
-    logits = network(X + moves)[:, -1]
+    logits = network.last_logits(X + moves)
     margin = (logits.gather(-1, pairs[:, :1]) - logits.gather(-1, pairs[:, 1:]))[:, 0]
     (g,) = torch.autograd.grad(margin.sum(), moves)
     return margin.detach(), g, logits.detach()
@@ -104,7 +104,7 @@ def _targets(
     Gradients are taken of the pairs with the smallest margins, several times as many.
     """
     moves = torch.zeros_like(X).requires_grad_()
-    logits = network(X + moves)[-1]
+    logits = network.last_logits(X + moves)
     gaps = (logits[kept, None] - logits).detach()
     gaps[:, kept] = math.inf
     V = gaps.shape[-1]
@@ -127,7 +127,7 @@ def _rays(
     points, whose = [], []
     with torch.no_grad():
         for one, move in enumerate(moves):
-            changed = _changed(network(X + scales[:, None, None] * move)[:, -1], kept)
+            changed = _changed(network.last_logits(X + scales[:, None, None] * move), kept)
             if bool(changed.any()):
                 points.append(scales[int(changed.to(torch.int64).argmax())] * move)
                 whose.append(one)
@@ -172,7 +172,7 @@ def _shortened(network: DecisionNetwork, X: Tensor, kept: Tensor, move: Tensor) 
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = 0.5 * (low + high)
-        changed = bool(_changed(network(X + middle * move)[None, -1], kept)[0])
+        changed = bool(_changed(network.last_logits(X + middle * move)[None], kept)[0])
         low, high = (low, middle) if changed else (middle, high)
     shortened: Tensor = high * move
     return shortened

@@ -198,6 +198,7 @@ def test_decisions_as_a_table_a_page_and_json(
     ("more", "sentence"),
     [
         ([], "give --radius R to certify layers, --decision"),
+        (["--decision", "--max-tokens", "0"], "max_tokens=0 should be 2 or more"),
         (["--decision", "--radius", "1"], "--radius is read without --decision only"),
         (["--decision", "--blocks"], "--blocks is read without --decision only"),
         (["--radius", "1", "--keep", "2"], "--keep is read with --decision only"),

@@ -20,6 +20,7 @@ from fenchel.sensitivity.decision import (
     DecisionBound,
     DecisionNetwork,
     certified_radii,
+    require_size,
 )
 from fenchel.sensitivity.decision_attack import nearest_change
 from fenchel.sensitivity.layers import (
@@ -394,6 +395,48 @@ def test_curvatures_are_those_of_the_slopes_and_nowhere_exceeded() -> None:
             (curvature.most_fourth, fourth),
         ):
             assert 0.999 * most < float(attained.abs().amax()) <= most
+
+
+def test_what_needs_too_much_memory_is_refused_with_what_it_would_take() -> None:
+    sentence = (
+        r"32 tokens of width 576 in 30 blocks need about \d+ GB for their Jacobians, of 12 at "
+        r"most, and \d+ hours of one core; 2 tokens fit."
+    )
+    with pytest.raises(ValueError, match=sentence):
+        require_size(32, 576, 60)
+    require_size(2, 576, 60)
+    with pytest.raises(ValueError, match="no token fits"):
+        require_size(2, 8192, 160)
+
+
+def test_pairs_are_refined_until_no_other_bound_is_negative(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One pair at once or all at once: the least margin has the same sign."""
+    signs, refined = set(), []
+    losses = DecisionBound._losses
+
+    def counted(self: DecisionBound, *given: object) -> Tensor:
+        refined.append(given[2])
+        return losses(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecisionBound, "_losses", counted)
+    for seed in range(6):
+        net, X = network("llama", seed)
+        bound, t = DecisionBound(net, X, keep=2), 3
+        ball, gradients = bound.ball("all"), bound.gradients_at(t, "all", None)
+        radius = certified_radii(bound, "all", [t])[t].certified
+        for r in (0.9 * radius, radius, 1.1 * radius):
+            found = bound.remainders(ball, r)
+            monkeypatch.setattr(decision, "_NEAREST", 100)
+            whole = bound.margin(t, gradients, found, r).lower
+            monkeypatch.setattr(decision, "_NEAREST", 1)
+            refined.clear()
+            single = bound.margin(t, gradients, found, r).lower
+            assert (whole > 0.0) == (single > 0.0)
+            signs.add((whole > 0.0, len(refined) > 1))
+    assert {positive for positive, _ in signs} == {True, False}
+    assert (True, True) in signs  # a pair behind the first one was negative in its ball
 
 
 def test_a_deadline_leaves_a_radius_of_zero() -> None:
