@@ -28,7 +28,7 @@ SUPPORTED = frozenset(
     """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
     rotary_scaling rotary_factor rotary_trained_context rotary_slow rotary_fast rotary_attention
     rotary_truncate windows score_scale mlp tied bias qkv_bias dropout attention_dropout mlp_dropout
-    epsilon entmax_alpha initial initial_std initial_qk initial_depth""".split()
+    epsilon entmax_alpha initial initial_std initial_qk initial_distances initial_depth""".split()
 )
 """Settings that those modules read, or that do not change a trained model; the others must have
 their default values."""

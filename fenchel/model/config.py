@@ -315,6 +315,9 @@ class ModelConfig:
     """Standard deviation of a fresh embedding, and of everything under "normal"."""
     initial_qk: float = 1.0
     """Factor on the standard deviation of fresh queries and keys; smaller is more even."""
+    initial_distances: bool = False
+    """Heads begin at one distance each: the fresh relative bias of head h is largest h + 1 tokens
+    back, in every layer."""
     initial_depth: bool = False
     """Scale the fresh last map of every branch by (2 layers)^-1/2 (not under "zero")."""
 
@@ -358,7 +361,7 @@ class ModelConfig:
         Use(("sink_score",), "sinks", lambda c: c.sinks),
         read_with("relative_bias", "positions", "learned"),
         Use(
-            ("buckets", "bucket_distance"),
+            ("buckets", "bucket_distance", "initial_distances"),
             'positions="buckets" or relative_bias',
             lambda c: c.has_buckets,
         ),

@@ -7,8 +7,10 @@
 
 In all of them embeddings draw N(0, s^2), so that tied logits start near zero; biases and the scores
 of sinks are zero, norms have gain 1. ``initial_qk`` multiplies the standard deviation of queries
-and keys: smaller scores, more even attention. ``initial_depth`` multiplies that of the last map of
-every branch by (2 L)^(-1/2), L layers: the sum of 2 L branches then varies like one.
+and keys: smaller scores, more even attention. Under ``initial_distances`` the relative bias of head
+h is ``DISTANCE_BIAS`` at h + 1 tokens back and 0 elsewhere: heads begin as an n-gram.
+``initial_depth`` multiplies the standard deviation of the last map of every branch by
+(2 L)^(-1/2), L layers: the sum of 2 L branches then varies like one.
 
 Queries, keys and values are one matrix and are drawn as three. Under ``sigma_reparam`` a map that
 would start at zero is drawn, and has gain 0 instead.
@@ -39,6 +41,8 @@ from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.sigma_linear import SigmaLinear
 
 Generator = torch.Generator | None
+DISTANCE_BIAS = 5.0
+"""Weight of about 0.7 on one of 64 keys with equal scores."""
 POST_NORM_DEPTH = 12.0
 """The largest 2 L a^2 v without a warning: that of the original Transformer."""
 
@@ -94,6 +98,11 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
             _draw_qkv(module, config, generator)
         if isinstance(module, Attention) and module.sink_map is not None:
             module.sink_map.weight.zero_()
+        table = getattr(module, "relative_bias", None)
+        if config.initial_distances and isinstance(table, nn.Embedding):
+            buckets, heads = table.weight.shape
+            head = torch.arange(heads)
+            table.weight.zero_()[(head + 1) % buckets, head] = DISTANCE_BIAS
     for module in model.modules():
         if isinstance(module, SigmaLinear):
             module.reset(1.0, generator)

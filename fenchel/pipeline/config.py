@@ -125,12 +125,18 @@ class RunConfig:
             )
         if self.train.lipschitz is not None:
             require_known_constant(self.model)
+        if self.train.spectral_cap is not None and self.model.sigma_reparam:
+            raise ValueError(
+                "train.spectral_cap limits matrices whose norms model.sigma_reparam learns apart; "
+                "choose one."
+            )
         if self.tune is not None:
-            if self.train.lipschitz is not None:
-                raise ValueError(
-                    "train.lipschitz holds a model to a constant from its first step on, and would "
-                    "change the checkpoint that is tuned; leave it out."
-                )
+            for name in ("lipschitz", "spectral_cap"):
+                if getattr(self.train, name) is not None:
+                    raise ValueError(
+                        f"train.{name} holds a model to a limit from its first step on, and would "
+                        "change the checkpoint that is tuned; leave it out."
+                    )
             if (self.tune.context or 0) > self.model.context:
                 raise ValueError(
                     f"tune.context={self.tune.context} is more than the {self.model.context} "
@@ -195,6 +201,8 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     if sections["train"].get("lipschitz") is not None:
         known = default_settings(model.get("width", ModelConfig.width))
         model |= {name: value for name, value in known.items() if name not in given["model"]}
+    if sections["train"].get("spectral_cap") is not None:
+        model.setdefault("norm_parameters", "none")  # gains would grow in place of the matrices
     return from_mapping(RunConfig, {**rest, **sections})
 
 

@@ -23,7 +23,7 @@ divided by the width, so that a branch with matrices of norm 1 has a gain of 3.
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +36,15 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.mlp import Mlp
+from fenchel.optim.config import split_matrices
 from fenchel.sensitivity.layers import Chain, NormLayer, SelfAttention
 from fenchel.sensitivity.token_lipschitz import token_bound
+from fenchel.train import TrainConfig
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "mlp": ("relu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"),
     "norm_place": ("pre",),
-    "positions": ("rotary", "learned", "sinusoidal", "alibi", "none"),
+    "positions": ("rotary", "learned", "sinusoidal", "alibi", "buckets", "none"),
     "rotary_scaling": (None,),
     "choice": ("softmax",),
     "layer_choices": ((),),
@@ -106,12 +108,66 @@ class Branch(NamedTuple):
     matrices: tuple[Tensor, ...]
 
 
-def projection(model: nn.Module, limit: float | None) -> "LipschitzCap | None":
-    """What holds a model to train.lipschitz; None without a limit."""
-    if limit is None:
+def projection(model: nn.Module, train: TrainConfig) -> Callable[[], None] | None:
+    """What holds a model to train.lipschitz or train.spectral_cap; None without a limit."""
+    if train.lipschitz is None and train.spectral_cap is None:
         return None
     assert isinstance(model, Transformer)
-    return LipschitzCap(model, limit)
+    if train.lipschitz is not None:
+        return LipschitzCap(model, train.lipschitz)
+    assert train.spectral_cap is not None
+    return SpectralCap(model, train.spectral_cap)
+
+
+class SpectralCap:
+    """Holds every matrix of the blocks to a largest singular value of at most ``limit``.
+
+    Queries, keys and values are three matrices.
+    """
+
+    def __init__(self, model: Transformer, limit: float) -> None:
+        fused = {
+            id(module.qkv.weight): module.rows
+            for module in model.modules()
+            if isinstance(module, Attention)
+        }
+        self.limit = limit
+        self.matrices = [
+            part
+            for weight in split_matrices(model)[0]
+            for part in torch.split(
+                weight.detach(), fused.get(id(weight), weight.shape[-2]), dim=-2
+            )
+            if part.numel()
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Reduce the singular values that are above the limit to it."""
+        for matrix in self.matrices:
+            cap_singular_values_(matrix, self.limit)
+
+
+@torch.no_grad()
+def cap_singular_values_(matrix: Tensor, limit: float) -> None:
+    """Replace every singular value s by min(s, limit): (..., R, C); others keep their bits.
+
+    >>> W = torch.diag(torch.tensor([5.0, 2.0]))
+    >>> cap_singular_values_(W, 3.0)
+    >>> W.diagonal()
+    tensor([2.9997, 2.0000])
+    """
+    if not bool((matrix.norm(dim=(-2, -1)) > limit).any()):
+        return
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    squares, vectors = torch.linalg.eigh(wide.mT @ wide if tall else wide @ wide.mT)
+    size = squares.clamp(min=0.0).sqrt()
+    if not bool((size > limit).any()):
+        return
+    factor = torch.where(size > limit, (1.0 - _MARGIN) * limit / size, 1.0)
+    scale = (vectors * factor.unsqueeze(-2)) @ vectors.mT
+    matrix.copy_(wide @ scale if tall else scale @ wide)
 
 
 class LipschitzCap:
@@ -186,7 +242,10 @@ def _attention_layer(module: Attention) -> SelfAttention:
     if bias is not None:
         b_Q, b_K, b_V = (b.view(-1, D) for b in torch.split_with_sizes(bias, module.rows))
     W_O = module.out.weight.mT
-    return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=(b_Q, b_K, b_V))
+    # a rotation by any angle has norm 1; that there is one is all that a constant depends on
+    turned = torch.eye(D, dtype=W_O.dtype, device=W_O.device)[None] if module.rotates else None
+    biases = b_Q, b_K, b_V
+    return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=biases, rotations=turned)
 
 
 def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[str, float]:

@@ -416,7 +416,7 @@ def _time_steps(
     # before the steps of a time budget are known, any number serves: a step of another size takes
     # the same time
     optimiser = build_optimiser(model, config.optim, steps=config.train.steps or 1000)
-    train, project = config.train, projection(model, config.train.lipschitz)
+    train, project = config.train, projection(model, config.train)
     stepper = Stepper(
         model, batches, optimiser, constant(), config=train, seed=config.seed, project=project
     )
@@ -438,11 +438,12 @@ def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
     if not in_cells(config, world):
         return
-    if config.train.lipschitz is not None:
-        raise ValueError(
-            "train.lipschitz needs all weights in one process, without train.cells and "
-            "train.context_group."
-        )
+    for name in ("lipschitz", "spectral_cap"):
+        if getattr(config.train, name) is not None:
+            raise ValueError(
+                f"train.{name} needs all weights in one process, without train.cells and "
+                "train.context_group."
+            )
     require_supported(config.train, world, context=config.row_length)
     cell_count(config.train, world.size)
     if config.lora is not None and config.train.shard in ("full", "node"):

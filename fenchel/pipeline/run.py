@@ -350,7 +350,7 @@ def _build_stepper(task: Task, steps: int) -> tuple[Stepper, Weights]:
         return stepper, stepper.owners
     optimiser = build_optimiser(task.model, config.optim, steps=steps)
     train, beta2 = config.train, build_beta2(config.optim)
-    if (project := projection(task.model, train.lipschitz)) is not None:
+    if (project := projection(task.model, train)) is not None:
         project()  # the first weights
     return Stepper(
         task.model,

@@ -402,8 +402,13 @@ class TuneTask(Task):
         def named(pairs: list[tuple[int, float]]) -> list[tuple[str, float]]:
             return [(text([token]), p) for token, p in pairs]
 
+        budget, measured = self.config.tune.kl, document_kl(model, start, documents)
+        self.callback.message(
+            f"The tuned model is {measured:.4g} nats per token from the checkpoint on all of the "
+            f"held-out text (measured); the budget is {budget:g}."
+        )
         return {
-            "kl": {"budget": self.config.tune.kl, "measured": document_kl(model, start, documents)},
+            "kl": {"budget": budget, "measured": measured},
             "laws": [
                 {
                     "kl": law.kl,

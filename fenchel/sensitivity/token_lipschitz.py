@@ -10,19 +10,24 @@ token can have behind a layer, which a norm layer makes finite:
     norm         gain max|gamma| / sqrt(eps),  size sqrt(d) max|gamma| + |beta|
     linear       gain |W|,  size |W| size + |b|
     activation   gain the steepest slope
+    MLP          gain a |W_U W_D| + b |W_U| |W_D|    slopes of the activation are a - b to a + b
     gated MLP    gain a (u |W_G| + g |W_U|)      |a(g) u| moves by a'(g) u dg + a(g) du, a(0) = 0,
                                                  a the steepest slope, u and g the largest entries
-    attention    gain |W_O| (sum_h c_h^2)^1/2, or sum_h |W_O^h| c_h if that is smaller
-                 c_h = |W_V| (1 + scale R (|W_Q| R_k + R_q |W_K|))
+    attention    gain |W_O| (sum_h |W_V|^2 s_h^2)^1/2, or sum_h |W_V W_O^h| s_h if that is smaller
+                 s_h = 1 + scale R (K_h + Q_h),   K_h the largest |W_Q k|, Q_h the largest |W_K q|
     residual     gain |skip| + |scale| sum of the gains of the branches
 
-with R the size of the input of attention, R_q = |W_Q| R + |b_Q| the longest query, R_k the longest
-key. In attention a token of head h moves by sum_j p_ij dv_j + sum_j p_ij (dz_ij - mean) v_j. The
-first is at most |W_V|, since the weights sum to one. The second is a covariance under p_i, at most
-the root mean square of dz_ij = scale (dq_i . k_j + q_i . dk_j) times that of v_j, centred, in one
-direction: centring removes the bias and leaves |W_V| R. Rotations of queries and keys (RoPE) change
-no length, and a prior no derivative. The set {|x_i| <= R} and the whole space are convex, so a
-bound of the derivative is a Lipschitz constant.
+with R the size of the input of attention. The Jacobian of a plain MLP is W_U diag(slopes) W_D, and
+diag(slopes) is a I and a rest of norm at most b; ReLU has a = b = 1/2, GELU .5 and .63, so that a
+product that is smaller than its factors counts half. In attention a token of head h moves by
+sum_j p_ij dv_j + sum_j p_ij (dz_ij - mean) v_j. The first is at most |W_V|, since the weights sum
+to one. The second is a covariance under p_i, at most the root mean square of dz_ij =
+scale (dq_i . k_j + q_i . dk_j) times that of v_j, centred, in one direction: centring removes the
+bias and leaves |W_V| R. Behind W_O, W_V W_O^h is in the place of W_V. With k_j = W_K x_j + b_K,
+|W_Q k_j| <= |W_Q W_K^T| R + |W_Q b_K|. A rotation (RoPE) is between the two matrices, depends on
+the distance and changes no length: then only |W_Q| (|W_K| R + |b_K|) is known. A prior (ALiBi, a
+learned bias of distances) has no derivative. The set {|x_i| <= R} and the whole space are convex,
+so a bound of the derivative is a Lipschitz constant.
 
 A norm layer is the reason for a finite constant, and its eps for the size of it: at x = 0 its slope
 is eps^-1/2. With eps = 1e-5 every norm costs a factor of 316, with eps = 1 none.
@@ -47,7 +52,7 @@ from torch import Tensor
 from fenchel.choice import Softmax
 from fenchel.sensitivity.autodiff import plain_kernels
 from fenchel.sensitivity.bounds.attention import normalised_radius
-from fenchel.sensitivity.bounds.feedforward import activation, linear, norm_layer
+from fenchel.sensitivity.bounds.feedforward import activation, linear, norm_layer, slope_limits
 from fenchel.sensitivity.layers import (
     ActivationLayer,
     Chain,
@@ -90,8 +95,13 @@ def token_bound(layer: TokenLayer, width: int, size: Tensor | None = None) -> To
     size = unbounded if size is None else size
     if isinstance(layer, Chain):
         gain = torch.ones((), dtype=torch.float64)
-        for part in layer.layers:
-            own, size, width = token_bound(part, width, size)
+        parts = list(layer.layers)
+        while parts:
+            if (mlp := _plain_mlp(parts)) is not None:
+                own, size, width = mlp
+                del parts[:3]
+            else:
+                own, size, width = token_bound(parts.pop(0), width, size)
             gain = outward(gain * own)
         return TokenBound(gain, size, width)
     if isinstance(layer, Residual):
@@ -121,6 +131,18 @@ def token_bound(layer: TokenLayer, width: int, size: Tensor | None = None) -> To
     raise ValueError(f"no Lipschitz constant is known for {what}.")
 
 
+def _plain_mlp(parts: Sequence[TokenLayer]) -> TokenBound | None:
+    """The constant of the first three of ``parts``, where they are a plain MLP."""
+    match parts:
+        case [LinearLayer() as up, ActivationLayer() as middle, LinearLayer() as down, *_]:
+            low, high = slope_limits(middle.name)
+            together, apart = _product_norm(up.W, down.W), outward(_norm(up.W) * _norm(down.W))
+            gain = 0.5 * (abs(high + low) * together + (high - low) * apart)
+            unbounded = torch.tensor(torch.inf, dtype=torch.float64)
+            return TokenBound(outward(gain), unbounded, down.W.shape[-1])
+    return None
+
+
 def _why_not(layer: SelfAttention) -> str | None:
     choice = layer.choice
     if not isinstance(choice, Softmax) or isinstance(choice.beta, Tensor) or choice.beta != 1.0:
@@ -136,24 +158,52 @@ def _attention_gain(layer: SelfAttention, R: Tensor) -> Tensor:
     )
     H, D, E = len(Q), Q.shape[-1], V.shape[-1]
     scale = D**-0.5 if layer.scale is None else abs(layer.scale)
-    (q, longest_q), (k, longest_k), (v, _) = (
-        (_norm(W), _image(W, b, R)) for W, b in zip((Q, K, V), layer.biases, strict=True)
+    K, V = (W.repeat_interleave(H // len(W), dim=0) for W in (K, V))
+    b_Q, b_K = (
+        None if b is None else b.double().view(-1, D).repeat_interleave(H * D // b.numel(), dim=0)
+        for b in layer.biases[:2]
     )
-    turn = 1.0 if layer.rotations is None else float(linear(layer.rotations.double()).amax())
-    k, longest_k, v = (x.repeat_interleave(H // len(x)) for x in (k, longest_k, v))
-    c = outward(v * (1.0 + turn * turn * scale * R * (q * longest_k + longest_q * k)))
-    c = torch.where(v == 0, 0.0, c)  # 0 times an input of unknown size
-    together = outward(lengths(c), H)
+    reach = _longest_partner(Q, K, b_K, R, layer.rotations) + _longest_partner(
+        K, Q, b_Q, R, layer.rotations
+    )
+    share = outward(1.0 + scale * R * reach)
+
+    def gain(values: Tensor) -> Tensor:
+        return torch.where(values == 0, 0.0, outward(values * share))  # 0 times an unknown size
+
+    together = outward(lengths(gain(_norm(V))), H)
     if layer.W_O is None:
         return together
     W_O = layer.W_O.double()
-    parts = _norm(W_O.view(H, E, -1))
-    return outward(torch.minimum(_norm(W_O) * together, outward((parts * c).sum(), H)))
+    apart = outward(gain(_product_norm(V, W_O.view(H, E, -1))).sum(), H)
+    return torch.minimum(_norm(W_O) * together, apart)
+
+
+def _longest_partner(
+    Q: Tensor, K: Tensor, b: Tensor | None, R: Tensor, rotations: Tensor | None
+) -> Tensor:
+    """The largest |W_Q k| for k = W_K x + b, |x| <= R: (H, M, D), (H, M, D), (H, D) -> (H,)."""
+    if rotations is not None:
+        turn = float(linear(rotations.double()).amax()) ** 2
+        return outward(turn * _norm(Q) * _image(K, b, R))
+    longest = _product_norm(Q, K.mT) * R
+    if b is not None:
+        longest = longest + outward(_norm(Q) * lengths(b).cpu(), b.shape[-1])
+    return outward(longest)
 
 
 def _norm(W: Tensor) -> Tensor:
     """|W| in float64, from above: (..., m, n) -> (...)."""
     return linear(W.double()).cpu()
+
+
+def _product_norm(A: Tensor, B: Tensor) -> Tensor:
+    """|A B| in float64, from above: (..., m, k), (..., k, n) -> (...)."""
+    A, B = A.double(), B.double()
+    rounding = (
+        A.shape[-1] * torch.finfo(A.dtype).eps * (A.norm(dim=(-2, -1)) * B.norm(dim=(-2, -1)))
+    )
+    return outward(torch.minimum(_norm(A @ B) + rounding.cpu(), _norm(A) * _norm(B)))
 
 
 def _image(W: Tensor, b: Tensor | None, size: Tensor) -> Tensor:

@@ -72,6 +72,14 @@ class TrainConfig:
     moves further than 1. Weights are scaled back to it after every step; the report has the
     certified constant. Model settings that are not given are those of a model whose constant is
     known (epsilon=1, gelu, ...)."""
+    certify_margin: float = 0.0
+    """r of a loss that bounds the cross-entropy of all texts whose embeddings are within r of those
+    of the batch: the target's logit counts 2 L r less, L the limit ``lipschitz``. It widens the
+    margins that are certified."""
+    spectral_cap: float | None = None
+    """Limit on the singular values of every matrix of a block, queries, keys and values apart:
+    larger ones are reduced to it after every step. Decisions of the model are then certified
+    further (fenchel certify --decision)."""
     entropy_floor: float = 0.0
     """Mean entropy in nats below which a head is penalised; 0 disables the penalty."""
     entropy_weight: float = 0.1
@@ -110,6 +118,7 @@ class TrainConfig:
     USES: ClassVar = (
         read_with("loss_alpha", "loss", "entmax"),
         read_with("gather_dtype", "shard", "auto", "full", "node"),
+        Use(("certify_margin",), "lipschitz", lambda c: c.lipschitz is not None),
         Use(("entropy_weight",), "an entropy_floor above 0", lambda c: c.entropy_floor > 0.0),
     )
 
@@ -150,11 +159,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {known}.")
         if not self.clip > 0.0:
             raise ValueError(f"clip={self.clip} should be above 0.")
-        for name in ("qk_clip", "lipschitz"):
+        for name in ("qk_clip", "lipschitz", "spectral_cap"):
             limit = getattr(self, name)
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ValueError(f"{name}={limit} should be above 0 and finite, or left out.")
-        for name in ("entropy_floor", "entropy_weight", "balance_weight"):
+        if self.lipschitz is not None and self.spectral_cap is not None:
+            raise ValueError("lipschitz and spectral_cap scale the same matrices; choose one.")
+        for name in ("entropy_floor", "entropy_weight", "balance_weight", "certify_margin"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
         if self.compile and (self.qk_clip is not None or self.entropy_floor):

@@ -100,6 +100,19 @@ def total_loss(
     ).sum()
 
 
+def lower_targets(logits_BTV: Tensor, targets_BT: Tensor, margin: float) -> Tensor:
+    """The logits with that of every target lower by ``margin``: (B, T, V), (B, T) -> (B, T, V).
+
+    Where no logit moves by more than margin / 2, the loss of these bounds the loss: the
+    cross-entropy log(1 + sum_j exp(z_j - z_t)) grows with every z_j - z_t.
+
+    >>> lower_targets(torch.tensor([[[0.0, 3.0]]]), torch.tensor([[1]]), 1.0)
+    tensor([[[0., 2.]]])
+    """
+    at_BT1 = targets_BT.clamp(min=0).unsqueeze(-1)
+    return logits_BTV.scatter_add(-1, at_BT1, logits_BTV.new_full(at_BT1.shape, -margin))
+
+
 def target_losses(
     logits_BTV: Tensor,
     targets_BT: Tensor,

@@ -48,6 +48,7 @@ from fenchel.train.config import TrainConfig
 from fenchel.train.loss import (
     count_targets,
     lm_head_loss,
+    lower_targets,
     named_loss,
     sparse_embedding_gradient,
     total_loss,
@@ -144,13 +145,15 @@ class Stepper:
     ) -> None:
         """``model`` is Trainable; ``schedule`` and ``beta2`` map a step to a factor and a beta2.
 
-        ``project`` moves the weights back into a set, after every step; train.lipschitz needs one.
+        ``project`` moves the weights back into a set, after every step; train.lipschitz and
+        train.spectral_cap need one.
         """
-        if config.lipschitz is not None and project is None:
-            raise ValueError(
-                "train.lipschitz is enforced by what a run gives as project "
-                "(fenchel/pipeline/lipschitz.py); give it, or leave train.lipschitz out."
-            )
+        for name in ("lipschitz", "spectral_cap"):
+            if getattr(config, name) is not None and project is None:
+                raise ValueError(
+                    f"train.{name} is enforced by what a run gives as project "
+                    f"(fenchel/pipeline/lipschitz.py); give it, or leave train.{name} out."
+                )
         if not isinstance(model, Trainable):
             members = (name for name in vars(Trainable) if not name.startswith("_"))
             lacks = ", ".join(name for name in members if not hasattr(model, name))
@@ -268,6 +271,12 @@ class Stepper:
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum over the targets, in parts where the LM head is one matrix."""
         model, smoothing, choice = self.model, self.config.smoothing, self.loss_map
+        if radius := self.config.certify_margin:
+            assert self.config.lipschitz is not None  # TrainConfig requires it
+            logits = lower_targets(
+                model.logits(hidden), targets, 2.0 * self.config.lipschitz * radius
+            )
+            return total_loss(logits, targets, smoothing=smoothing, choice=choice)
         if model.lm_head_is_linear:
             weight = model.lm_head_weight
             return lm_head_loss(hidden, weight, targets, smoothing=smoothing, choice=choice)

@@ -286,6 +286,7 @@ OTHERS: dict[str, Any] = {
     "initial": "xavier",
     "initial_std": 0.3,
     "initial_qk": 3.0,
+    "initial_distances": True,
     "initial_depth": True,
 }
 """Another value of every setting but the vocabulary and rotary_scaling, whose factor 1, which some

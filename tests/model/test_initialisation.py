@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fenchel.attention import Causal, health
+from fenchel.attention import Causal, RelativeBias, attend, health
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.initialisation import post_norm_trouble
 from fenchel.model.transformer import meta_model
@@ -57,6 +57,18 @@ def test_the_last_map_of_every_branch_shrinks_with_depth() -> None:
     for name, weight in plain.items():
         factor = 6**-0.5 if name in ("out", "down") else 1.0
         torch.testing.assert_close(scaled[name], factor * weight)
+
+
+def test_heads_begin_at_one_distance_each() -> None:
+    model = fresh(positions="buckets", initial_distances=True)
+    assert model.relative_bias is not None
+    prior = Causal() + RelativeBias(model.relative_bias.weight)
+    q = torch.zeros(1, 4, 16, 8)
+    p_HTS = attend(q, q, q, prior=prior, return_weights=True)[1][0]
+    for h in range(4):
+        back = p_HTS[h].diagonal(-(h + 1))
+        assert float(back.min()) > 0.85
+        assert float((p_HTS[h].sum() - back.sum()) / 16) < 0.5
 
 
 @pytest.mark.parametrize("initial", ["zero", "normal", "xavier"])

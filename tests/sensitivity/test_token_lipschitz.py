@@ -90,6 +90,38 @@ def test_attention_is_charged_for_its_values_and_for_its_scores() -> None:
         assert 1.0 + 0.6 * scale < attained <= constant
 
 
+def test_matrices_that_cancel_are_charged_for_their_product() -> None:
+    """Queries that no key meets cost no scores, values that W_O drops nothing at all."""
+    R = torch.tensor(2.0, dtype=torch.float64)
+    Q = torch.tensor([[1.0], [0.0]], dtype=torch.float64)  # one number of a token of two
+    for K, W_O, constant in (
+        (Q, torch.eye(2), 1.0 + 2.0 * 4.0),
+        (0.0 * Q, torch.eye(2), 1.0),
+        (Q, torch.zeros(2, 2), 0.0),
+    ):
+        heads = Q[None], K[None], torch.eye(2, dtype=torch.float64)[None]
+        layer = SelfAttention(*heads, W_O.double(), scale=1.0)
+        assert float(token_bound(layer, 2, R).gain) == pytest.approx(constant, abs=1e-9)
+    turn = torch.tensor([[[0.0, -1.0], [1.0, 0.0]]], dtype=torch.float64)
+    one = torch.eye(2, dtype=torch.float64)
+    Q, K = (torch.outer(e, e)[None] for e in one)  # Q K^T = 0, until a rotation is between them
+    still, turned = (
+        SelfAttention(Q, K, one[None], scale=1.0, rotations=rotations) for rotations in (None, turn)
+    )
+    assert float(token_bound(still, 2, R).gain) == pytest.approx(1.0, rel=1e-9)
+    assert float(token_bound(turned, 2, R).gain) == pytest.approx(9.0, rel=1e-9)
+
+
+def test_an_mlp_is_charged_for_the_product_of_its_matrices() -> None:
+    one = torch.eye(3, dtype=torch.float64)
+    for name, steepest in (("relu", 1.0), ("gelu", 1.1289041), ("silu", 1.0998393)):
+        parts = LinearLayer(2.0 * one), ActivationLayer(name), LinearLayer(one)
+        assert float(token_bound(Chain(parts), 3).gain) == pytest.approx(2.0 * steepest, rel=1e-6)
+    halves = LinearLayer(torch.cat((one, one), 1)), LinearLayer(torch.cat((one, -one), 0))
+    nothing = Chain((halves[0], ActivationLayer("relu"), halves[1]))  # relu(x) - relu(x)
+    assert float(token_bound(nothing, 3).gain) == pytest.approx(0.5 * 0.0 + 0.5 * 2.0, rel=1e-9)
+
+
 def test_a_gated_mlp_is_charged_for_both_of_its_factors() -> None:
     """silu(x) x has a slope of nearly 2 R at x = R."""
     one, R = torch.ones(1, 1, dtype=torch.float64), torch.tensor(10.0, dtype=torch.float64)

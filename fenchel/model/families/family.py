@@ -309,5 +309,5 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 _TRAINING = {
     *("dropout", "attention_dropout", "mlp_dropout"),
-    *("initial", "initial_std", "initial_qk", "initial_depth"),
+    *("initial", "initial_std", "initial_qk", "initial_distances", "initial_depth"),
 }

@@ -129,6 +129,17 @@ def activation(name: str, x: Tensor | None = None, *, radius: float | Tensor = 0
     return round_up(torch.maximum(low.abs(), high.abs()), bound_dtype(x))
 
 
+def slope_limits(name: str) -> tuple[float, float]:
+    """The least and the largest slope of an activation anywhere, rounded outward.
+
+    >>> slope_limits("relu"), [round(x, 3) for x in slope_limits("gelu")]
+    ((-1e-12, 1.000000000001), [-0.129, 1.129])
+    """
+    slope = SLOPES[name]
+    at = torch.tensor((-1e3, *slope.turns, 1e3), dtype=torch.float64)  # monotone between these
+    return float(slope.at(at).amin()) - 1e-12, slope.steepest + 1e-12
+
+
 def slope_range(name: str, x: Tensor, radius: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The least slope within ``radius`` of each number of x, the slope there, and the largest.
 
