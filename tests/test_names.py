@@ -45,7 +45,6 @@ ELSEWHERE = {
     "pipeline/run": "cli/test_train.py",
     "pipeline/task": "pipeline/test_preparation.py",
     "report/certificates": "cli/test_certify.py",
-    "report/curves": "report/test_run_page.py",
     "report/heat_map": "report/test_inspection_page.py",
     "report/reliability": "cli/test_eval.py",
     "sensitivity/perturbation": "sensitivity/test_attention_ball.py",

@@ -29,7 +29,6 @@ from fenchel.report.reliability import render
 
 if TYPE_CHECKING:
     from fenchel.evaluate import (
-        Calibration,
         ChoiceScore,
         Confidence,
         Evaluation,
@@ -154,13 +153,12 @@ def run(
         lines = _lines(measured, begin, truncated=tokens is not None)
         if calibration:
             result = measured.confidence(console.progress)
-            output["calibration"] = _as_json(result)
+            output["calibration"] = record = result.record()
             lines += _calibration_lines(result)
             if save:
                 saved = write_calibration(directory, model, result, evaluation.text)
                 lines.append(f"temperature stored  {printable(saved, 4096)}")
             if page is not None:
-                record = output["calibration"]
                 write_atomic(page, render(model_name(directory), evaluation.text, record))
                 lines.append(f"reliability diagram  {printable(page, 4096)}")
         if against is not None:
@@ -220,21 +218,6 @@ def _calibration_lines(result: "Confidence") -> list[str]:
         f"temperature fitted on {result.fitted_on:,} predictions of the first half, "
         f"measured on {result.plain.predictions:,} of the second",
     ]
-
-
-def _as_json(result: "Confidence") -> dict[str, Any]:
-    """Plain values; a temperature of 0 or infinity is None."""
-
-    def plain(calibration: "Calibration") -> dict[str, Any]:
-        return {**calibration._asdict(), "bins": [b._asdict() for b in calibration.bins]}
-
-    finite = 0.0 < result.temperature < math.inf
-    return {
-        "temperature": result.temperature if finite else None,
-        "fitted_on": result.fitted_on,
-        "plain": plain(result.plain),
-        "scaled": plain(result.scaled) if result.scaled is not None else None,
-    }
 
 
 def _finite(score: "Score | ChoiceScore") -> dict[str, Any]:

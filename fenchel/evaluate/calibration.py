@@ -303,6 +303,18 @@ class Confidence(NamedTuple):
     scaled: Calibration | None
     """None if the best temperature is 0 or infinite."""
 
+    def record(self) -> dict[str, Any]:
+        """Plain values; a temperature of 0 or infinity is None."""
+        kinds = {"plain": self.plain, "scaled": self.scaled}
+        return {
+            "temperature": self.temperature if 0.0 < self.temperature < math.inf else None,
+            "fitted_on": self.fitted_on,
+            **{
+                kind: one and {**one._asdict(), "bins": [b._asdict() for b in one.bins]}
+                for kind, one in kinds.items()
+            },
+        }
+
 
 def confidence(
     model: nn.Module,

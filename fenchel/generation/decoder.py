@@ -301,7 +301,7 @@ class Decoder:
         """
         starts = [row.length for row in rows]
         self._changed = True
-        steerings, like = _steerings(rows), self.model.embed.weight
+        steerings, like = [row.steering for row in rows], self.model.embed.weight
         choices = self._choices(rows)
         if isinstance(self.forward, CpuForward):
             caches = [
@@ -440,7 +440,8 @@ class Decoder:
         token_B = torch.tensor(tokens, device=self.device)
         rows, steer, choices = self._rows(B), None, None
         if any(row.steering is not None for row in active):
-            steer = stacked_vectors(_steerings(rows), self.model.embed.weight)
+            steerings = [None if row is None else row.steering for row in rows]
+            steer = stacked_vectors(steerings, self.model.embed.weight)
             choices = self._choices(rows)
         if isinstance(self.forward, CpuForward):
             logits_BV = self.forward.step(self.view(B), token_B, observe, steer, choices)
@@ -530,7 +531,8 @@ class Decoder:
             recorded.set_sampling(RowSampling.of(settings, budgets))
             if self.steered:
                 like = self.model.embed.weight
-                recorded.set_vectors(stacked_vectors(_steerings(self.rows), like) or {})
+                steerings = [None if row is None else row.steering for row in self.rows]
+                recorded.set_vectors(stacked_vectors(steerings, like) or {})
             self._arrived = False
         longest = max((row.length + 1 for row in rows), default=1)
         choices, override = self._choices(self._rows(B)), None
@@ -556,8 +558,3 @@ class Decoder:
                 record=self._record,
             )
         return self._recorded
-
-
-def _steerings(rows: Sequence[Row | None]) -> list[Steering | None]:
-    """What steers each row."""
-    return [None if row is None else row.steering for row in rows]

@@ -276,11 +276,14 @@ class ChoiceTable:
         for at, (steering, left) in self.rows.items():
             if (emphasis := steering.emphasis) is None:
                 continue
+            if emphasis.layers is not None and layer + 1 not in emphasis.layers:
+                continue
             tokens = torch.tensor([t - left for t in sorted(emphasis.tokens) if t >= left])
             row_S = position_BS[at if len(position_BS) > 1 else 0]
             found_S = torch.isin(row_S, tokens.to(row_S)).to(log_u.dtype)
-            chosen_H = _chosen(emphasis, layer, self.heads).to(log_u.device)
-            log_u[at, :, 0] = emphasis.bias * chosen_H.unsqueeze(-1) * found_S
+            every = range(1, self.heads + 1)
+            chosen = [h - 1 for h in (every if emphasis.heads is None else emphasis.heads)]
+            log_u[at, chosen, 0] = emphasis.bias * found_S
         return log_u
 
     def applied(self, layer: int, call: AttentionCall, position_BS: Tensor) -> AttentionCall:
@@ -334,14 +337,6 @@ def stacked_choices(rows: Sequence[tuple[Steering | None, int]], heads: int) -> 
     """The table of several rows; None where all choose as the model does."""
     table = ChoiceTable(rows, heads)
     return table if table.rows else None
-
-
-def _chosen(emphasis: Emphasis, layer: int, heads: int) -> Tensor:
-    """1 for the heads of a layer, from 0, that the emphasis is in, else 0: (H,)."""
-    if emphasis.layers is not None and layer + 1 not in emphasis.layers:
-        return torch.zeros(heads)
-    every = emphasis.heads is None
-    return torch.tensor([float(every or h + 1 in (emphasis.heads or ())) for h in range(heads)])
 
 
 def within_budget(steered_BV: Tensor, unsteered_BV: Tensor, kappa_B: Tensor) -> Tensor:

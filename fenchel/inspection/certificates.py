@@ -296,18 +296,8 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
     With an output gate: the heads side by side, their gate, and W_O.
     """
     (module, context), spec = _attention(record)
-    H, G, D = module.heads, module.groups, module.head_width
-    sizes = [H * D, G * D, G * D]
-    matrix, bias = matrix_of(module.qkv), module.qkv.bias
-    W_Q, W_K, W_V = (
-        rows.detach().to(dtype).view(-1, D, rows.shape[-1]).mT  # (H or G, M, D)
-        for rows in torch.split_with_sizes(matrix, sizes)
-    )
-    b_q = b_k = b_v = None
-    if bias is not None:
-        b_q, b_k, b_v = (
-            rows.detach().to(dtype).view(-1, D) for rows in torch.split_with_sizes(bias, sizes)
-        )
+    H, D = module.heads, module.head_width
+    matrices, biases = projections(module, dtype)
     angles, rotations = module.angles(context), None
     if angles is not None:
         rotations = rotation_matrices(angles, D, layout=module.rotary_layout).to(dtype)
@@ -322,14 +312,12 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
     W_O = matrix_of(module.out).detach().to(dtype).mT
     b_O = None if module.out.bias is None else module.out.bias.detach().to(dtype)
     layer = SelfAttention(
-        W_Q,
-        W_K,
-        W_V,
+        *matrices,
         W_O,
         choice=spec.choice,
         prior=prior,
         scale=spec.scale,
-        biases=(b_q, b_k, b_v),
+        biases=biases,
         rotations=rotations,
         qk_norm=qk_norm,
         bias=b_O,
@@ -344,6 +332,26 @@ def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttenti
     inner = replace(layer, W_O=None, bias=None)
     gate = OutputGate(inner, W_G.repeat_interleave(each, -1), name, b_G)
     return Chain((gate, LinearLayer(W_O, b_O)))
+
+
+Projections = tuple[Tensor, Tensor, Tensor]
+
+
+def projections(
+    module: Attention, dtype: torch.dtype
+) -> tuple[Projections, Projections | tuple[None, None, None]]:
+    """W_Q, W_K, W_V (H or G, M, D), and their biases (H or G, D) where there are any."""
+    D, bias = module.head_width, module.qkv.bias
+    W_Q, W_K, W_V = (
+        rows.detach().to(dtype).view(-1, D, rows.shape[-1]).mT
+        for rows in torch.split_with_sizes(matrix_of(module.qkv), module.rows)
+    )
+    if bias is None:
+        return (W_Q, W_K, W_V), (None, None, None)
+    b_Q, b_K, b_V = (
+        rows.detach().to(dtype).view(-1, D) for rows in torch.split_with_sizes(bias, module.rows)
+    )
+    return (W_Q, W_K, W_V), (b_Q, b_K, b_V)
 
 
 def _attention(record: BlockRecord) -> tuple[tuple[Attention, ForwardContext], AttentionSpec]:

@@ -100,32 +100,36 @@ def open_run(path: Path) -> OurModel:
     """The best checkpoint of a run directory."""
     model, tokenizer, config = load(path)
     require_choice(config, str(path))
-    stored = str(model.lm_head_weight.dtype).removeprefix("torch.")
-    return OurModel(
-        name=model_name(path),
-        family=f"fenchel, {config.choice}",
-        model=_still(model),
-        tokenizer=tokenizer,
-        context=config.context,
-        stored=stored,
-        folder=path,
-        reads_out=True,
-    )
+    name, stored = model_name(path), model.lm_head_weight.dtype
+    return _opened(model, tokenizer, name, f"fenchel, {config.choice}", stored, path)
 
 
 def open_known(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> OurModel:
     """A Hugging Face directory by our own loader, in float32; Unsupported says why it cannot be."""
     family, config = _family_and_config(directory)
     require_choice(config, str(directory.path))
+    model = build(config, _weights(directory, family, config))
+    kind = directory.model_type + ("" if config.choice == "softmax" else f", {config.choice}")
+    return _opened(model, tokenizer, directory.name, kind, directory.dtype, directory.path)
+
+
+def _opened(
+    model: Transformer,
+    tokenizer: TextTokenizer,
+    name: str,
+    family: str,
+    stored: torch.dtype,
+    folder: Path,
+) -> OurModel:
     return OurModel(
-        name=directory.name,
-        family=directory.model_type + ("" if config.choice == "softmax" else f", {config.choice}"),
-        model=_still(build(config, _weights(directory, family, config))),
+        name=name,
+        family=family,
+        model=model.float().eval().requires_grad_(False),
         tokenizer=tokenizer,
-        context=config.context,
-        stored=str(directory.dtype).removeprefix("torch."),
-        folder=directory.path,
-        reads_out=config.lm_head,
+        context=model.config.context,
+        stored=str(stored).removeprefix("torch."),
+        folder=folder,
+        reads_out=model.config.lm_head,
     )
 
 
@@ -171,7 +175,3 @@ def require_weights(config: ModelConfig) -> None:
         )
     for layer in attending:
         require_simplex(layer_choice(config, layer), "an inspection")
-
-
-def _still(model: Transformer) -> Transformer:
-    return model.float().eval().requires_grad_(False)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.inspection import certify_constant
-from fenchel.inspection.certificates import mlp_layer, norm_layer
+from fenchel.inspection.certificates import mlp_layer, norm_layer, projections
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
@@ -220,8 +220,18 @@ def branches(model: Transformer) -> Iterator[Branch]:
         assert isinstance(mlp, Mlp)
         assert block.attention_norm is not None
         assert block.mlp_norm is not None
-        layers = norm_layer(block.attention_norm, dtype), _attention_layer(attention)
-        yield Branch(Chain(layers), (attention.qkv.weight, attention.out.weight))
+        matrices, biases = projections(attention, dtype)
+        W_O, norm = attention.out.weight.mT, norm_layer(block.attention_norm, dtype)
+        # a rotation by any angle has norm 1; that there is one is all that a constant depends on
+        identity = torch.eye(attention.head_width, dtype=dtype, device=W_O.device)[None]
+        layer = SelfAttention(
+            *matrices,
+            W_O,
+            scale=attention.scale,
+            biases=biases,
+            rotations=identity if attention.rotates else None,
+        )
+        yield Branch(Chain((norm, layer)), (attention.qkv.weight, attention.out.weight))
         maps = (mlp.up, mlp.down) if mlp.gate is None else (mlp.gate, mlp.up, mlp.down)
         yield Branch(
             Chain((norm_layer(block.mlp_norm, dtype), *mlp_layer(mlp, dtype).layers)),
@@ -232,20 +242,6 @@ def branches(model: Transformer) -> Iterator[Branch]:
 def _last_norm(model: Transformer) -> NormLayer:
     assert model.norm is not None  # by REQUIRED
     return norm_layer(model.norm, model.lm_head_weight.dtype)
-
-
-def _attention_layer(module: Attention) -> SelfAttention:
-    D, bias = module.head_width, module.qkv.bias
-    rows = torch.split_with_sizes(module.qkv.weight, module.rows)
-    W_Q, W_K, W_V = (W.view(-1, D, W.shape[-1]).mT for W in rows)
-    b_Q = b_K = b_V = None
-    if bias is not None:
-        b_Q, b_K, b_V = (b.view(-1, D) for b in torch.split_with_sizes(bias, module.rows))
-    W_O = module.out.weight.mT
-    # a rotation by any angle has norm 1; that there is one is all that a constant depends on
-    turned = torch.eye(D, dtype=W_O.dtype, device=W_O.device)[None] if module.rotates else None
-    biases = b_Q, b_K, b_V
-    return SelfAttention(W_Q, W_K, W_V, W_O, scale=module.scale, biases=biases, rotations=turned)
 
 
 def measure_constant(model: Transformer, ids: np.ndarray, limit: float) -> dict[str, float]:

@@ -16,8 +16,9 @@ byte of a run. Nothing is written, links are not followed.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,18 +75,9 @@ class RunRow:
         return asdict(self)
 
 
-ORDERS: dict[str, Callable[[RunRow], Any]] = {
-    "time": lambda row: row.time,
-    "name": lambda row: row.path,
-    "state": lambda row: row.state,
-    "optimiser": lambda row: row.optimiser,
-    "parameters": lambda row: row.parameters,
-    "steps": lambda row: row.step,
-    "bits_per_byte": lambda row: row.bits_per_byte,
-    "loss": lambda row: row.loss,
-    "tokens_per_second": lambda row: row.tokens_per_second,
-}
-"""What rows can be sorted by."""
+_FIELDS = ("time", "state", "optimiser", "parameters", "bits_per_byte", "loss", "tokens_per_second")
+ORDERS = {"name": "path", "steps": "step", **{name: name for name in _FIELDS}}
+"""What rows can be sorted by, and the field of each."""
 _LARGEST_FIRST = {"time", "parameters", "steps", "tokens_per_second"}
 
 
@@ -168,7 +160,7 @@ def _word(value: Any) -> str | None:
 
 def in_order(rows: list[RunRow], by: str) -> list[RunRow]:
     """Sorted by one of ``ORDERS``, the newest, largest or best first; unknown values last."""
-    key = ORDERS[by]
+    key = attrgetter(ORDERS[by])
     known = [row for row in rows if key(row) is not None and key(row) == key(row)]
     unknown = [row for row in rows if key(row) is None or key(row) != key(row)]
     return sorted(known, key=key, reverse=by in _LARGEST_FIRST) + unknown

@@ -13,8 +13,7 @@ from typing import Any
 from fenchel.files import seal_text, write_atomic
 from fenchel.inspection_result import Interval
 from fenchel.report.attention_map import attention_map
-from fenchel.report.attention_over_time import heads, layers
-from fenchel.report.curves import curves
+from fenchel.report.curves import curves, heads, layers
 from fenchel.report.html import (
     Html,
     Section,

@@ -24,7 +24,8 @@ from transformers import (
 
 from fenchel.checkpoints.directory import open_directory
 from fenchel.hf import adapter
-from fenchel.inspection import inspect, loader, open_model
+from fenchel.inspection import inspect, open_model
+from fenchel.inspection import run as inspection_run
 from fenchel.inspection.foreign_model import ForeignModel
 
 Save = Callable[[str], Path]
@@ -129,7 +130,7 @@ def test_invalid_sizes_are_refused_before_anything_is_read(
     folder: Path, wrong: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for reader in ("open_known", "open_foreign"):
-        monkeypatch.setattr(loader, reader, None)
+        monkeypatch.setattr(inspection_run, reader, None)
     settings(folder, **wrong)
     with pytest.raises(ValueError, match=sentence):
         open_model(folder)
@@ -263,7 +264,7 @@ def test_wrong_weights_are_not_passed_to_transformers(
     def asked(*found: object) -> None:
         raise AssertionError(found)
 
-    monkeypatch.setattr(loader, "open_foreign", asked)
+    monkeypatch.setattr(inspection_run, "open_foreign", asked)
     weights = load_file(folder / "model.safetensors")
     save_file(spoilt(weights), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its settings"):

@@ -18,10 +18,9 @@ import pytest
 import torch
 from selenium.webdriver.common.keys import Keys
 
-from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
 from fenchel.inspection_result import Certification, Inspection
-from fenchel.report import certificates
+from fenchel.report import certificates, reliability
 from fenchel.report import page as run_page
 from fenchel.report.comparison import compare_runs
 from fenchel.report.comparison import render as render_comparison
@@ -100,7 +99,8 @@ def pages(
     plain, scaled = (
         summarise(outcomes(logits, targets, temperature=temperature)) for temperature in (1.0, 4.0)
     )
-    reliability_page = reliability.page("tiny", "a text", Confidence(4.0, 400, plain, scaled))
+    record = Confidence(4.0, 400, plain, scaled).record()
+    reliability_page = reliability.render("tiny", "a text", record)
     (folder / "reliability.html").write_text(reliability_page, encoding="utf-8")
     runs = [make_run("browsed", steps=500), make_run("a run of another name", steps=300)]
     compared = render_comparison(compare_runs(runs))

@@ -1,4 +1,4 @@
-"""fenchel/report/run_data.py, attention_over_time.py: thinning keeps what a reader looks for."""
+"""fenchel/report/run_data.py, curves.py: thinning keeps what a reader looks for."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenchel.report.attention_over_time import reduce_spans
+from fenchel.report.curves import reduce_spans
 from fenchel.report.run_data import (
     RunData,
     Series,

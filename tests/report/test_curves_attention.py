@@ -1,4 +1,4 @@
-"""fenchel/report/attention_over_time.py: the most extreme heads, under their own names."""
+"""fenchel/report/curves.py: the most extreme heads, under their own names."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fenchel.report.attention_over_time import head_series, heads, most_extreme
-from fenchel.report.attention_over_time import layers as layers_of
+from fenchel.report.curves import head_series, heads, most_extreme
+from fenchel.report.curves import layers as layers_of
 from fenchel.report.run_data import read_run
 
 LINES = [
