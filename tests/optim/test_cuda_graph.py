@@ -252,7 +252,7 @@ def test_steps_that_the_host_decides_are_refused(device: str) -> None:
     score.param_groups[0]["size"] = "closed"
     graph = score.runner = StepGraph(record)
     take(model, optimiser, 0)
-    assert graph.reason == "closed sizes are searched for by the host"
+    assert graph.reason == "closed sizes are taken without a graph"
     score.param_groups[0] |= {"size": "measured", "norm": "frobenius"}
     take(model, optimiser, 1)
     assert "frobenius" in str(graph.reason)

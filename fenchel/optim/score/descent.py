@@ -225,7 +225,7 @@ class _Stack(NamedTuple):
     def refusal(self) -> str | None:
         """Why a step of the stack cannot be captured."""
         if any(sample is None for sample in self.samples) or self.group["size"] == "closed":
-            return "closed sizes are searched for by the host"
+            return "closed sizes are taken without a graph"
         if self.group["norm"] == "frobenius":
             return "the solver of norm='frobenius' waits for the device"
         return None

@@ -119,7 +119,7 @@ class ScoreLine:
     def set_direction(self, U: HeadWeights) -> None:
         """Set the direction of the line, and compute the products of parts."""
         self.dq, self.dk = _project(self.x_q, U.Q), _project(self.inputs.x, U.K)
-        if not self.closed and not self.has_qk_norm:
+        if not self.has_qk_norm:
             self.parts = self._products(self.queries(self.dq), self.keys(self.dk))
 
     def chord(self, t: HeadFactors) -> Tensor:
@@ -134,6 +134,8 @@ class ScoreLine:
             (x.to(self.q.dtype), dx.to(self.q.dtype))
             for x, dx in ((self.start_q, dq), (self.start_k, dk))
         )
+        if self.closed:
+            return self._independent_products(q, k)
         sums = score_part_products(q, k, self.inputs.grid.mask)
         mean = sums * (self.pairs[0].scale ** 2 * self.inputs.grid.pair_weight)[..., None, None]
         return mean_over_processes(mean)
@@ -251,10 +253,24 @@ class ScoreLine:
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
         """RMS of <q, k> if positions were independent: -> (L, H)."""
+        A, B = self._moments(q, k)
+        return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
+
+    def _independent_products(self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor]) -> Tensor:
+        """``_products`` if positions were independent: E <a, b> <c, d> = <E a c^T, E b d^T>."""
+        A, B = (
+            torch.unflatten(torch.unflatten(M, -1, (2, -1)), -3, (2, -1))
+            for M in self._moments(torch.cat(q, -1), torch.cat(k, -1))
+        )
+        products = torch.einsum("lhadce,lhbdfe->lhabcf", A, B)
+        return self.pairs[0].scale ** 2 * products.flatten(4).flatten(2, 3)
+
+    def _moments(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """E q q^T and E k k^T for every query head."""
         A, B = second_moment(q), second_moment(k).repeat_interleave(self.group, dim=1)
         if not self.inputs.from_batch:  # rows of the identity: a sum over inputs, not a mean
             A, B = A * q.shape[3], B * k.shape[3]
-        return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
+        return A, B
 
 
 def rms_by_parts(

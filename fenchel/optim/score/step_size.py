@@ -17,9 +17,9 @@ so that the scores of every head, not only their mean over the group, move by ga
 of t_Q only, y is a parabola, which gives t_Q in closed form.
 
 Under a norm of queries and keys q(t) and k(t) are curves, of which two chords give t
-(``crossing_by_chords``). Closed sizes have no parts, and y is nearly a parabola
-(``find_crossing``). ScoreTrust limits the gains of a norm with the weights, the most widely shared
-first:
+(``crossing_by_chords``). Closed sizes take the products of parts as those of independent positions.
+ScoreTrust limits the gains of a norm with the weights, by points of the line (``find_crossing``),
+the most widely shared first:
 
     s per layer       the largest share of the whole step, of gains and of weights, at which no head
                       of the layer has moved by more than gamma
@@ -184,31 +184,6 @@ def _fixed_point(t_0: Tensor, t_1: Tensor, t_2: Tensor) -> Tensor:
     """Where the line through (t_0, t_1) and (t_1, t_2) meets the diagonal."""
     slope = ((t_2 - t_1) / (t_1 - t_0)).nan_to_num(0.0, 0.0, 0.0).clamp(-STEEPEST, STEEPEST)
     return t_1 + (t_2 - t_1) / (1.0 - slope)
-
-
-def crossing_by_search(
-    line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, start: Tensor, limit: Tensor
-) -> HeadFactors:
-    """``crossing_by_parts`` for closed sizes, by points of the line from near ``start`` (L, H)."""
-
-    def common(t: Tensor) -> Tensor:
-        return line.move(line.same_for_keys(t), shrink)[0]
-
-    if line.group == 1:
-        t = find_crossing(common, gamma, start, limit)
-        return line.same_for_keys(t)
-
-    # the keys of a group by the head that they move most
-    def grouped(t: Tensor) -> Tensor:
-        each = common(t.repeat_interleave(line.group, dim=1)) / gamma.clamp(min=1e-30)
-        return by_group(each, t.shape[1]).amax(2)
-
-    groups = start.shape[1] // line.group
-    first, most = (by_group(x, groups).amin(2) for x in (start, limit))
-    t_K = find_crossing(grouped, torch.ones_like(first), first, most)
-    begin = t_K.repeat_interleave(line.group, dim=1)
-    t_Q = find_crossing(lambda t: line.move(HeadFactors(t, t_K), shrink)[0], gamma, begin, limit)
-    return HeadFactors(t_Q, t_K)
 
 
 def shares_by_search(
@@ -461,27 +436,21 @@ def take_step(
 ) -> WeightUpdate:
     """Move from W along U, where ``line`` runs; ``before`` is the score bound."""
     groups = W.K.shape[1]
-    if line.has_qk_norm and limits.exact and not line.closed:
+    if line.has_qk_norm and limits.exact:
         return _take_step_under_norm(line, W, U, before, limits)
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
         gamma = _filled(_norm(W.Q), limits.gamma)
         t, s = _step_lengths(line, W, U, gamma, None, limits)
         new = _updated_weights(W, U, t, None, None)
-        if line.has_qk_norm and limits.exact:
-            new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
         measured = line.move(t, None, s) if line.closed else None
         record = StepRecord(line, t, None, None, None, measured, not limits.exact, s)
         return WeightUpdate(new, before, record)
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
     t, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
-    measured = None
-    if line.parts is None:
-        measured = line.move(t, shrink)
-        after = measured[1]
-    else:
-        after = rms_by_parts(line.parts, t, shrink)
-    c = projection(after, ball.bound)
+    measured = line.move(t, shrink) if line.closed else None
+    assert line.parts is not None  # there is no norm
+    c = projection(rms_by_parts(line.parts, t, shrink), ball.bound)
     back = scaling(c, groups)
     record = StepRecord(line, t, shrink, back, c, measured, not limits.exact)
     return WeightUpdate(_updated_weights(W, U, t, shrink, back), ball.bound, record)
@@ -495,7 +464,7 @@ def _take_step_under_norm(
     t_0 = line.same_for_keys(PROBING * longest)
     chord = line.chord(t_0)
     gamma, factor = _filled(longest, limits.gamma), None
-    if line.scales_gains:
+    if line.scales_gains and not line.closed:
         r = chord[..., 0, 0].clamp(min=0.0).sqrt()
         before = score_ball(r, before, limits.gamma, limits.radius, soft=False).bound
         factor = projection(r, before).amin(1)
@@ -503,7 +472,8 @@ def _take_step_under_norm(
     t = crossing_by_chords(line, chord, t_0, gamma, longest)
     new = _updated_weights(W, U, t, None, None)
     new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
-    record = StepRecord(line, t, None, None, None, None, False, gain_factor=factor)
+    measured = line.move(t, None) if line.closed else None
+    record = StepRecord(line, t, None, None, None, measured, False, gain_factor=factor)
     return WeightUpdate(new, before, record)
 
 
@@ -528,14 +498,7 @@ def _step_lengths(
     if line.parts is not None:
         limit = torch.full_like(gamma, torch.inf if limits.exact else 1.0)
         return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None
-    ratio = _longest(line, W, U)
-    if not limits.exact:  # all of U, or less
-        return shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0))
-    limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
-    eps = PROBING * ratio
-    rate = line.move(line.same_for_keys(eps), None)[0] / eps
-    start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
-    return crossing_by_search(line, gamma, shrink, start, limit), None
+    return shares_by_search(line, gamma, shrink, _longest(line, W, U).clamp(max=1.0))
 
 
 def _updated_weights(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import QueryKeyPair, ScoreDescent, ScoreTrust, attention_pairs
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -389,6 +390,25 @@ def test_closed_sizes_are_near_the_measured_ones(
         moved = scores_of(pair, *given) - start
         rms = (moved.square().sum(dim=(0, 2, 3)) / (64 * 300)).sqrt()
         assert ((rms / 0.2 - 1).abs() < 0.35).all(), rms
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_heads": 2}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("sampled", [True, False])
+def test_closed_sizes_move_by_the_rate_as_they_measure_it(settings: Any, sampled: bool) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(vocabulary=16, width=32, heads=4, layers=2, initial="normal", **settings)
+    model = Transformer(config).double()
+    score = ScoreDescent(attention_pairs(model), lr=0.2, size="closed")
+    ids = torch.arange(24).view(2, 12) % 16
+    cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    if not sampled:  # white inputs stand for those of a batch
+        for probe in score.pair_probes[0].probes.values():
+            probe.take()
+    score.step()
+    for stats in score.score_stats().values():
+        torch.testing.assert_close(
+            stats.rms_change, torch.full_like(stats.rms_change, 0.2), rtol=1e-3, atol=0
+        )
 
 
 def test_a_closure_is_called_and_its_loss_given_back(
