@@ -347,7 +347,7 @@ def _norm_of_first_row(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """
     bias = getattr(module, "bias", None)
     bias = torch.zeros((), dtype=x.dtype, device=x.device) if bias is None else bias
-    weight = getattr(module, "weight", None)
+    weight: Tensor | None = getattr(module, "weight", None)
     ones = torch.ones_like(x[0, ..., :1])
     gains = (ones,) if weight is None else (weight, 1.0 + weight, ones)
     for centred, gain in product((x, x - x.mean(-1, keepdim=True)), gains):
