@@ -406,12 +406,11 @@ class Decoder:
         B = next(bucket for bucket in self.buckets if bucket >= len(decoding))
         if not decoding or decoding[-1].index < B:
             return B
-        used = [row for row in self.rows if row is not None]
         for row in decoding[::-1]:
             if row.index < B:
                 break
             if None not in self.rows[:B]:  # a prompt that is being read has a row in between
-                return next(bucket for bucket in self.buckets if bucket > used[-1].index)
+                return next(bucket for bucket in self.buckets if bucket > row.index)
             free = (index for index in range(B) if self.rows[index] is None)
             to = min(free, key=lambda index: len(self._kept[index]))
             self.cache.copy_row(row.index, to)

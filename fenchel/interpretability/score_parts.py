@@ -35,6 +35,7 @@ C parts, T tokens, M width of the stream, H heads, G heads of keys, D width per 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -341,14 +342,15 @@ def _norms_of_first_row(block: nn.Module, taps: _Rows) -> Iterator[None]:
 def _norm_of_first_row(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """What a norm gives for all rows of x at the scale of row 0: a gain, a scale per token, a bias.
 
-    The gain is the weight of the module, 1 + weight or 1; whichever it is, y[0] must be that.
+    The gain is the weight of the module, 1 + weight or 1, and x may be centred first; whichever it
+    is, y[0] must be that.
     """
     bias = getattr(module, "bias", None)
     bias = torch.zeros((), dtype=x.dtype, device=x.device) if bias is None else bias
-    centred = x - x.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else x
-    weight = getattr(module, "weight", None)
+    weight: Tensor | None = getattr(module, "weight", None)
     ones = torch.ones_like(x[0, ..., :1])
-    for gain in (ones,) if weight is None else (weight, 1.0 + weight, ones):
+    gains = (ones,) if weight is None else (weight, 1.0 + weight, ones)
+    for centred, gain in product((x, x - x.mean(-1, keepdim=True)), gains):
         z = centred * gain
         dot = (z[:1] * (y[:1] - bias)).sum(-1, keepdim=True)
         scaled = z * (dot / z[:1].square().sum(-1, keepdim=True)) + bias

@@ -156,6 +156,24 @@ def test_prompts_of_unequal_lengths_are_read_together(step: str, shape: str, liv
             torch.testing.assert_close(logits[row.index], wanted, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("step", ["model", "cpu", "graph"])
+def test_sequences_move_as_far_as_prompts_that_are_being_read_let_them(
+    step: str, lively: Build
+) -> None:
+    """One of the last rows takes the only free one below; the other stays where it is."""
+    model, prompts = lively(context=CONTEXT), [ids_of(n, n, 31) for n in (4, 3, 9, 6)]
+    with torch.inference_mode():
+        decoder = Decoder(model, rows=4, step=step, record=run_and_keep)
+        rows = join(decoder, *prompts)
+        rows[0].token = None  # as while it is read
+        decoder.leave(rows[1])
+        logits = decoder.step()
+        assert [row.index for row in rows[2:]] == [2, 1]
+        for prompt, row in zip(prompts[2:], rows[2:], strict=True):
+            wanted = model(torch.tensor([prompt]))[0, -1]
+            torch.testing.assert_close(logits[row.index], wanted, atol=1e-3, rtol=1e-3)
+
+
 def test_what_is_read_together_is_one_chunk(lively: Build) -> None:
     without_padding = Decoder(lively(), rows=2, step="cpu", chunk=6)
     padded = Decoder(lively(), rows=2, step="model", chunk=6)

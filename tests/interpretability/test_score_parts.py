@@ -190,6 +190,21 @@ def test_a_model_of_transformers_has_the_parts_of_the_same_model_read_by_us(
         assert abs(found.remainder) < 1e-4 * max(1.0, found.size)
 
 
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM"])
+def test_norms_of_their_own_kind_keep_their_scale(name: str, tmp_path: Path) -> None:
+    """Against the weights that transformers returns: z_j less its mean is that of log p_j."""
+    sizes = {**SIZES, **LLAMA, "layer_norm_bias": True, "use_qk_norm": name == "CohereForCausalLM"}
+    theirs, ids = opened(name, sizes, tmp_path), draw(3)
+    own = getattr(transformers, name).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        weights = own(torch.tensor([ids]), output_attentions=True).attentions
+    for layer, head, query, key in ((1, 1, 7, 5), (2, 4, 9, 9), (3, 2, 11, 4)):
+        p = weights[layer - 1][0, head - 1, query, : query + 1].double()
+        found = score_parts(theirs, ids, layer, head, query, key)
+        assert found.contrast == pytest.approx(float(p[key].log() - p @ p.log()), abs=1e-4)
+        assert abs(found.remainder) < 1e-4 * max(1.0, found.size)
+
+
 def test_a_block_whose_branches_do_not_sum_to_its_stream_gets_a_sentence(tmp_path: Path) -> None:
     """Gemma 2 normalises what its branches return; OPT has no module for its MLP, and is served."""
     sizes = {**SIZES, **LLAMA}
