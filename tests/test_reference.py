@@ -27,12 +27,13 @@ ERRATA = 104
 
 
 def load() -> ModuleType:
-    sys.path.append(str(ROOT / "docs"))  # as a script has it
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(ROOT / "docs"))  # as a script has it
     spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "docs"))
     return module
 
 

@@ -57,6 +57,8 @@ from fenchel.train.loss_scale import LossScaler
 from fenchel.train.stability import Stability
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Penalty = Callable[[], Tensor | float] | None
+"""What is added to the loss of a part, computed after it; None for nothing."""
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called in every layer with its number and its q (B, H, T, D), k and v (B, G, S, D)."""
 
@@ -247,12 +249,7 @@ class Stepper:
         return torch.stack(losses).sum() / count
 
     def _backward_of_part(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        own: int,
-        count: int,
-        penalty: Callable[[], Tensor | float] | None,
+        self, hidden: Tensor, targets: Tensor, own: int, count: int, penalty: Penalty
     ) -> Tensor:
         """The backward pass of a part with ``own`` of ``count`` targets; the sum of its losses."""
         with self.autocast():
