@@ -120,14 +120,18 @@ class BlockRecorder:
         """The module of every recorded block; a shared module appears several times."""
         return [record.block.module for record in self.records]
 
-    def block_traces(self) -> tuple[BlockTrace, ...]:
-        """All recorded blocks, with their attention linearised for derivatives."""
+    def require_one_stream(self) -> None:
+        """Refuse blocks that take several streams beside each other."""
         for record in self.records:
             if record.block.x.dim() != 3:
                 raise ValueError(
                     f"a block of this model takes a tensor of {tuple(record.block.x.shape)} and "
                     "not one stream (1, T, M), so it cannot be taken apart."
                 )
+
+    def block_traces(self) -> tuple[BlockTrace, ...]:
+        """All recorded blocks, with their attention linearised for derivatives."""
+        self.require_one_stream()
         frozen = iter(freeze([record.call for record in self.records if record.call is not None]))
         overrides = [None if record.call is None else next(frozen) for record in self.records]
         pairs = zip(self.records, overrides, strict=True)

@@ -212,7 +212,9 @@ class _HookedForeign(HookedModel):
 
     def _records(self, ids_1T: Tensor) -> list[BlockRecord]:
         with one_sentence(f"read this text with this {self.subject.family!r} model"):
-            return self.subject.record(ids_1T).records
+            recorder = self.subject.record(ids_1T)
+        recorder.require_one_stream()
+        return recorder.records
 
 
 Model = Transformer | InspectedModel | HookedModel
@@ -312,6 +314,11 @@ class RecordedPass(Taps):
         """Store it."""
         if layer == 0 and self.grad:
             x_BTM = x_BTM.detach().requires_grad_()
+        if self.grad and not x_BTM.requires_grad:
+            raise ValueError(
+                f"layer {layer} of this model runs without gradients, so the stream after it has "
+                "no derivative."
+            )
         self.streams[layer] = x_BTM
         return x_BTM
 

@@ -210,6 +210,40 @@ def test_the_lens_of_a_transformers_model(foreign: Foreign) -> None:
     assert float(fitted.kl[0, 1:].mean()) < float(found.kl[0, 1:].mean())
 
 
+def test_blocks_without_one_stream_or_without_gradients_get_a_sentence(tmp_path: Path) -> None:
+    """Gemma 3n has two streams beside each other; HRM runs its first cycles without gradients."""
+    import transformers
+
+    ids = words(5)
+    shapes: dict[str, dict[str, Any]] = {
+        "Gemma3nForCausalLM": {
+            "head_dim": 8,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "intermediate_size": [40, 40],
+            "activation_sparsity_pattern": None,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "HrmTextForCausalLM": {},
+    }
+    for name, reason in (
+        ("Gemma3nForCausalLM", "and not one stream"),
+        ("HrmTextForCausalLM", "layer 1 of this model runs without gradients"),
+    ):
+        kind = getattr(transformers, name)
+        config = kind.config_class(**{**SIZES, **shapes[name]})
+        kind(config).save_pretrained(tmp_path / name)
+        texts = ["the people of these States have peace " * 4]
+        train_tokenizer(texts, VOCABULARY).save(str(tmp_path / name / "tokenizer.json"))
+        found = open_foreign(open_directory(tmp_path / name), read_tokenizer(tmp_path / name))
+        for look in (lambda one: ablate(one, ids), lambda one: lens(one, ids, "jacobian")):
+            with pytest.raises(ValueError, match=reason):
+                look(found)
+
+
 def test_an_id_that_the_model_does_not_have_gets_a_sentence(foreign: Foreign) -> None:
     with pytest.raises(ValueError, match="gives the id 300 and the model has 300"):
         lens(foreign.opened, [3, VOCABULARY])

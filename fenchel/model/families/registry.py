@@ -138,12 +138,19 @@ def _current_name(name: str) -> str:
 
 
 def _in_transformers(model_type: str) -> bool:
-    """Whether transformers is installed and has a folder for the family; it is not imported."""
+    """Whether transformers is installed and has the family, with attention that can be replaced.
+
+    It is not imported. A family without code of its own has the classes of another.
+    """
     found = find_spec("transformers")
     places = () if found is None else found.submodule_search_locations or ()
     folder = model_type.replace("-", "_").removesuffix("_text")  # of a text model inside a larger
-    named = re.fullmatch(r"\w+", folder) is not None
-    return named and any((Path(place) / "models" / folder).is_dir() for place in places)
+    if not re.fullmatch(r"\w+", folder):
+        return False
+    folders = [Path(place) / "models" / folder for place in places]
+    code = [file.read_bytes() for one in folders for file in one.glob("modeling_*.py")]
+    replaced = not code or any(b"ALL_ATTENTION_FUNCTIONS" in one for one in code)
+    return replaced and any(one.is_dir() for one in folders)
 
 
 _OBSTACLES = {

@@ -499,6 +499,7 @@ def test_a_soft_cap_that_transformers_does_not_apply_is_named(written: Written) 
             r"attach read .* in the way is attention_chunk_size=8192: a query sees its own chunk",
         ),
         ("deepseek_v3", {"kv_lora_rank": 512}, r"kv_lora_rank=512: .* \(MLA\)\. fenchel list"),
+        ("falcon", {}, "'falcon' is not a known family. fenchel list families has"),
         ("unheard", {}, "'unheard' is not a known family. fenchel list families has"),
         ("../gpt2", {}, "'../gpt2' is not a known family. fenchel list"),
     ],
