@@ -2,9 +2,7 @@
 
     --part table DIR ...    certified and attacked radii of checkpoints at 16 positions of two texts
     --part growth DIR       seconds and memory by length and by depth, from the blocks of a run
-    --part crown DIR        beside CROWN and alpha-CROWN of auto_LiRPA, at equal positions
 
-auto_LiRPA is not on the package index for this torch: AUTO_LIRPA names a folder with its sources.
 Seconds are processor time of one thread; results are in results/decisions_PART_cpu.json.
 """
 
@@ -126,7 +124,7 @@ def size(directory: str, tokens: int, blocks: int) -> None:
 def main(options: Sequence[str] | None = None) -> None:
     """Run one part."""
     parser = ArgumentParser(prog="python -m benchmarks decisions")
-    parser.add_argument("--part", choices=("table", "growth", "size", "crown"), default="table")
+    parser.add_argument("--part", choices=("table", "growth", "size"), default="table")
     parser.add_argument("directories", nargs="*", default=[LESSONS])
     parser.add_argument("--texts", nargs="+", default=TEXTS)
     parser.add_argument("--norms", nargs="+", default=NORMS)

@@ -87,7 +87,7 @@ _TINY = 1e-12
 _NEAREST = 64  # pairs at once whose margins take remainders in their ellipsoids, not in balls
 _TOGETHER = 8  # tokens in a block of a product of Jacobians
 _BYTES = 12e9
-_SPEED = 3e10  # operations per second of a core
+_SPEED = 1.5e10  # operations per second of a core, measured at 16 and 24 tokens of width 128
 _RADII = 12  # that are tried for a position
 
 
