@@ -107,9 +107,9 @@ def test_the_version_is_the_same_everywhere() -> None:
 KEPT = set(
     (
         "ALiBi AttentionSpec Capped Causal Dense Entmax Global Hard ModelConfig Muon Padding "
-        "Prior RelativeBias ScoreDescent ScoreTrust Segments Sink Softmax Sparsemax Transformer "
-        "Window ablate attach attend attend_jvp attention_jacobian attention_pairs certify "
-        "certify_decision generate inspect jacobian kkt lens load patch rotary save "
+        "Prior RelativeBias ScoreDescent ScoreTrust Segments Sigmoid Sink Softmax Sparsemax "
+        "Transformer Window ablate attach attend attend_jvp attention_jacobian attention_pairs "
+        "certify certify_decision generate inspect jacobian kkt lens load patch rotary save "
         "self_attention_jacobian singular_values spectral_norm "
     ).split()
 )
