@@ -64,6 +64,11 @@ CODE = re.compile(r"(^```.*?^```$|``[^\n]*?``|`[^`\n]*`)", re.MULTILINE | re.DOT
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\\w])\$(?!\s)([^$\n]+?(?:\n[^$\n]+?)?)(?<!\s)\$(?!\d)", re.DOTALL
 )
+FUNCTION = (
+    (r"(?<=[\w)}])\s*\\(log|exp)\b", r"\\, \\\1"),
+    (r"\\(log|exp)\s*(?=[^\W_]|\\[a-zA-Z](?!ig|eft))", r"\\\1\\, "),
+)
+"""The thin spaces that TeX leaves around a function, which MathML lacks."""
 LONG = 40
 """Characters of LaTeX from which on a formula within a line may be wider than a phone."""
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -159,6 +164,8 @@ def mathml(formula: re.Match[str]) -> str:
     """One formula, inline or on a line of its own, where parts apart may go below one another."""
     latex = " ".join((formula[1] or formula[2]).split())
     latex = latex.replace(r"\arg", r"\operatorname{arg}").replace(r"\|", r"\Vert ")
+    for before, behind in FUNCTION:  # p log p, which is else drawn plogp
+        latex = re.sub(before, behind, latex)
     if not formula[1]:
         drawn = latex2mathml.converter.convert(latex)
         return drawn if len(latex) < LONG else f'<span class="long">{drawn}</span>'

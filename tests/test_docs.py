@@ -171,8 +171,36 @@ def test_a_command_of_a_page_exists_with_its_flags(page: str, line: str) -> None
         settings(settings_from(None, tuple(sets), {}))
 
 
+SHOWN = [
+    (name(page), line, shown)
+    for page in PAGES
+    for block in blocks(page)
+    for line, shown in re.findall(r"^\$ fenchel (.*)\n((?:[^$\n].*\n)*)", block.text, re.MULTILINE)
+    if line.split()[1] == "fenchel/lessons/model"
+]
+"""Commands of the course's model with what a page shows of their output; ``...`` is left out."""
+
+
+@pytest.mark.parametrize(("page", "line", "shown"), SHOWN)
+def test_a_command_prints_what_its_page_shows(
+    page: str,
+    line: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(ROOT / word) if "/" in word else word for word in shlex.split(line)]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("─", " ").split())
+    parts = [" ".join(part.split()) for part in re.split(r"^ *\.\.\.$", shown, flags=re.MULTILINE)]
+    assert parts[0], f"{page}: {line}"
+    assert not [part for part in parts if part not in printed]
+
+
 def test_pages_show_commands() -> None:
     assert {page for page, _ in LINES} >= {"README.md", "docs/inspect.md"}
+    assert {page for page, _, _ in SHOWN} >= {"README.md", "docs/gallery.md"}
 
 
 def test_every_command_is_in_the_readme() -> None:

@@ -107,9 +107,9 @@ def test_the_version_is_the_same_everywhere() -> None:
 KEPT = set(
     (
         "ALiBi AttentionSpec Capped Causal Dense Entmax Global Hard ModelConfig Muon Padding "
-        "Prior RelativeBias ScoreDescent ScoreTrust Segments Sink Softmax Sparsemax Transformer "
-        "Window ablate attach attend attend_jvp attention_jacobian attention_pairs certify "
-        "certify_decision generate inspect jacobian kkt lens load patch rotary save "
+        "Prior RelativeBias ScoreDescent ScoreTrust Segments Sigmoid Sink Softmax Sparsemax "
+        "Transformer Window ablate attach attend attend_jvp attention_jacobian attention_pairs "
+        "certify certify_decision generate inspect jacobian kkt lens load patch rotary save "
         "self_attention_jacobian singular_values spectral_norm "
     ).split()
 )
@@ -205,6 +205,8 @@ def test_formulas_fit_a_phone() -> None:
     apart = site.formulas(r"$$V = \max_p f(p), \qquad J = \nabla V.$$")
     assert apart.count("<math") == 2  # the style sheet lets parts go below one another
     assert "<munder><mo>max</mo><mi>p</mi></munder>" in apart
+    assert site.formulas(r"$-p \log p$").count("<mspace") == 2
+    assert "<mspace" not in site.formulas(r"$\log(p)$")
     assert "class" not in site.formulas("the $x_i$")
     assert site.formulas(f"the ${' + '.join(12 * 'x')}$").startswith('the <span class="long"><math')
     styles = (site.DOCS / "site.css").read_text()

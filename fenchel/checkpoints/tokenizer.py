@@ -169,7 +169,10 @@ def conversation_encoder(
     """
     template = None if folder is None else read_chat_template(folder)
     if template is None:
-        raise ValueError("the model has no chat template to write a conversation by.")
+        raise ValueError(
+            "the model has no chat template to write a conversation by; a chat_template.jinja in "
+            "its folder is one."
+        )
 
     def encode(messages: Sequence[Message]) -> list[int]:
         asks = messages[-1]["role"] == "user"

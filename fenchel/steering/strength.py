@@ -149,8 +149,8 @@ def find_strength(
         ]
         strength = next(guess for guess in guesses if low < guess < min(high, 9.0 * strength))
     raise ValueError(
-        f"no strength up to {strength:.3g} has a divergence of {kl:g} nats on this text; that of "
-        f"the last one tried is {found.mean:.3g}."
+        f"no strength was found whose divergence is {kl:g} nats on this text; that of "
+        f"{previous[0]:.3g} is {found.mean:.3g}."
     )
 
 

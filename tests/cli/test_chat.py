@@ -637,6 +637,6 @@ def test_conversations_need_a_template(
     file = tmp_path / "talk.jsonl"
     file.write_text(json.dumps({"messages": next(conversations())}))
     assert main(["lens", str(bare), "--text", str(file), "--json"]) == 2
-    assert "no chat template to write a conversation by" in capsys.readouterr().err
+    assert "a conversation by; a chat_template.jinja in" in capsys.readouterr().err
     assert main(["patch", str(bare), "a", "b", "--chat", "--json"]) == 2
     assert "no chat template" in capsys.readouterr().err
