@@ -441,30 +441,25 @@ def _require_sizes(directory: CheckpointDirectory) -> None:
     Some families give a list of sizes, one per layer.
     """
     most = 4 * len(directory.tensors)
+    misfit = f"does not fit the {len(directory.tensors)} tensors of the weights"
+    sizes = LARGEST, f"should be a whole number, 1 to {LARGEST}"
+    bounds = dict.fromkeys(_SIZES, sizes) | dict.fromkeys(_DEPTHS, (most, misfit))
     for key, value in _walk(directory.config):
         if type(value) is int and value > most and _ANY_DEPTH.fullmatch(key):
-            raise ValueError(
-                f"{directory.config_path}: {printable(key)}={printable(repr(value), 40)} does not "
-                f"fit the {len(directory.tensors)} tensors of the weights."
-            )
-    for key in _SIZES:
+            raise _wrong_size(directory, key, value, misfit)
+    for key, (largest, sentence) in bounds.items():
         size = directory.config.get(key)
-        if size is None or isinstance(size, list):
+        if size is None or (isinstance(size, list) and key in _SIZES):
             continue
-        if type(size) is not int or not 0 < size <= LARGEST:
-            raise ValueError(
-                f"{directory.config_path}: {key}={printable(repr(size), 40)} should be a whole "
-                f"number, 1 to {LARGEST}."
-            )
-    for key in _DEPTHS:
-        depth = directory.config.get(key)
-        if depth is None:
-            continue
-        if type(depth) is not int or not 0 < depth <= most:
-            raise ValueError(
-                f"{directory.config_path}: {key}={printable(repr(depth), 40)} does not fit the "
-                f"{len(directory.tensors)} tensors of the weights."
-            )
+        if type(size) is not int or not 0 < size <= largest:
+            raise _wrong_size(directory, key, size, sentence)
+
+
+def _wrong_size(
+    directory: CheckpointDirectory, key: str, value: object, sentence: str
+) -> ValueError:
+    shown = f"{printable(key)}={printable(repr(value), 40)}"
+    return ValueError(f"{directory.config_path}: {shown} {sentence}.")
 
 
 def indexed_headers(path: Path, index_name: str = INDEX) -> dict[str, dict[str, TensorEntry]]:

@@ -50,7 +50,7 @@ M width of the stream, L layers, T tokens, n texts.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -68,6 +68,7 @@ from fenchel.files import open_regular, printable
 from fenchel.inspection.certificates import block_layer, why_no_block
 from fenchel.inspection.our_model import record_pass
 from fenchel.interpretability.hooked_model import HookedModel, Model, RecordedPass, hooked
+from fenchel.interpretability.intervention import Progress
 from fenchel.model import Transformer
 from fenchel.sensitivity import Ball
 from fenchel.sensitivity.layers import Chain
@@ -91,7 +92,6 @@ _NAME = re.compile(r"(jacobian|mean_in)\.([1-9]\d{0,3})")
 _OTHERS = ("mean_out", "spread_texts", "spread_positions")
 _GRAPH = 1 << 22  # numbers in the streams of a batch of copies
 _FAILURE = 1e-9  # probability that a norm at the centre of a ball is too small
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

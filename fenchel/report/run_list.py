@@ -75,8 +75,11 @@ class RunRow:
         return asdict(self)
 
 
-_FIELDS = ("time", "state", "optimiser", "parameters", "bits_per_byte", "loss", "tokens_per_second")
-ORDERS = {"name": "path", "steps": "step", **{name: name for name in _FIELDS}}
+_NAMES = (
+    *("time", "name", "state", "optimiser", "parameters", "steps"),
+    *("bits_per_byte", "loss", "tokens_per_second"),
+)
+ORDERS = {name: {"name": "path", "steps": "step"}.get(name, name) for name in _NAMES}
 """What rows can be sorted by, and the field of each."""
 _LARGEST_FIRST = {"time", "parameters", "steps", "tokens_per_second"}
 

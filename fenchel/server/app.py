@@ -79,7 +79,6 @@ from fenchel.server.openai_api import (
     lens_call,
     model_card,
     parse_body,
-    prompt_text,
     require_model,
     tokenize,
     tokenizer_info,
@@ -642,7 +641,8 @@ class App:
             "fingerprint": call.served.fingerprint,
         }
         if self.settings.log_text:
-            line["prompts"] = [prompt_text(one, call.served) for one in call.requests[:: call.n]]
+            decode = call.served.tokenizer.decode
+            line["prompts"] = [decode(one.prompt) for one in call.requests[:: call.n]]
             line["texts"] = [choice.text for choice in reply.choices]
         _print_line(route, **line)
 

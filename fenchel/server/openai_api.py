@@ -1200,8 +1200,3 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
         **({} if template is None else template.special_tokens),
         "chat_template": None if template is None else template.source,
     }
-
-
-def prompt_text(request: Request, served: ServedModel) -> str:
-    """The text of a prompt, for a log."""
-    return served.tokenizer.decode(request.prompt)

@@ -173,7 +173,8 @@ def word_direction(
     v_M = torch.zeros(model.config.width, device=ids_1T.device, dtype=model.lm_head_weight.dtype)
     v_M.requires_grad_()
     with torch.enable_grad(), evaluating(model), after_block(model, layer) as streams:
-        z_TV = model(ids_1T, steer={layer - 1: v_M.view(1, 1, -1)})[0, 1:].float()
+        streams.add = v_M
+        z_TV = model(ids_1T)[0, 1:].float()
         wanted = z_TV[:, list(words)].mean()
         unwanted = z_TV[:, list(against)].mean() if against else z_TV.mean()
         (gradient_M,) = torch.autograd.grad(wanted - unwanted, v_M)
@@ -217,8 +218,9 @@ def singular_directions(
     like = model.lm_head_weight
 
     def stream_after(v_M: Tensor) -> Tensor:
-        with after_block(model, last) as end:
-            model(ids_1T, return_hidden=True, steer={first - 1: v_M.view(1, 1, -1)})
+        with after_block(model, first) as start, after_block(model, last) as end:
+            start.add = v_M
+            model(ids_1T, return_hidden=True)
             return end.x[0, 1:]
 
     with evaluating(model), torch.no_grad(), after_block(model, first) as stream:
@@ -251,9 +253,10 @@ def require_layer(model: Transformer, layer: int) -> None:
 
 
 class _Stream:
-    """The stream after a block in the latest pass."""
+    """The stream after a block in the latest pass, and what is added to it."""
 
     x: Tensor
+    add: Tensor | None = None
 
 
 @contextmanager
@@ -261,8 +264,9 @@ def after_block(model: Transformer, layer: int) -> Iterator[_Stream]:
     """Context manager: records the stream after a block."""
     stream = _Stream()
 
-    def hook(_block: object, _inputs: object, x_BTM: Tensor) -> None:
-        stream.x = x_BTM
+    def hook(_block: object, _inputs: object, x_BTM: Tensor) -> Tensor:
+        stream.x = x_BTM if stream.add is None else x_BTM + stream.add
+        return stream.x
 
     handle = model.blocks[layer - 1].register_forward_hook(hook)
     try:
