@@ -50,7 +50,6 @@ from fenchel.cli.steer import NOT_STEERED, SteerFlags
 from fenchel.config import did_you_mean, parse_value
 from fenchel.files import describe, printable, require_output, write_atomic
 from fenchel.hub_cache import model_name
-from fenchel.report.html import pluralise
 
 if TYPE_CHECKING:
     from fenchel.generation import Answer, Conversation, GenerationSettings
@@ -171,7 +170,7 @@ def run(
         on_left_out=lambda tokens, turns: say(
             f"The conversation has {tokens:,} tokens and the model reads "
             f"{model.config.context:,}: from here on it does not see the first "
-            f"{pluralise(turns, 'turn')}."
+            f"{count(turns, 'turn')}."
         ),
         on_missing=lambda words: say(
             f"The conversation has no text {printable(words, 60)!r} to emphasise."
@@ -335,7 +334,7 @@ class Repl:
         conversation = self.conversation
         if answer.end == "length":
             most = conversation.settings.max_new_tokens
-            say(f"The answer is cut off at {pluralise(most, 'token')} (--max-new-tokens).")
+            say(f"The answer is cut off at {count(most, 'token')} (--max-new-tokens).")
         elif answer.end == "context":
             context = conversation.model.config.context
             say(f"The answer is cut off: the context of {context:,} tokens is full.")
@@ -351,7 +350,7 @@ class Repl:
         line = json_format.dumps({"messages": self.conversation.messages()}, ensure_ascii=False)
         require_output(file, new=True, reads=self.reads)
         write_atomic(file, line + "\n")
-        turns = pluralise(len(self.conversation.turns), "turn")
+        turns = count(len(self.conversation.turns), "turn")
         say(f"Saved {turns} in {shlex.quote(printable(file, 4096))}.")
 
     def _settings(self, changes: str) -> None:
@@ -378,7 +377,7 @@ class Repl:
             "template": conversation.template.name,
             "system": "none" if conversation.system is None else printable(conversation.system),
             "context": f"{conversation.used:,} of {config.context:,} tokens, "
-            f"{pluralise(len(conversation.turns), 'turn')}, {conversation.left_out} left out",
+            f"{count(len(conversation.turns), 'turn')}, {conversation.left_out} left out",
             "device": f"{weight.device}, {str(weight.dtype).removeprefix('torch.')}",
         }
         self._print("\n".join(f"{n:<18}  {'none' if v is None else v}" for n, v in rows.items()))
@@ -488,6 +487,15 @@ def say(sentence: str) -> None:
     """A sentence on standard error."""
     text = break_lines(printable(sentence, None), width_of(sys.stderr))
     print(text, file=sys.stderr, flush=True)
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "turn"), count(1200, "token")
+    ('1 turn', '1,200 tokens')
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from fenchel.cli.console import (
 from fenchel.cli.steer import NO_DIRECTION, DirectionFlags
 from fenchel.files import printable, require_output, write_atomic
 from fenchel.hub_cache import model_name
-from fenchel.report.reliability import render
 
 if TYPE_CHECKING:
     from fenchel.evaluate import (
@@ -100,6 +99,7 @@ def run(
         from fenchel.evaluate import common_text, evaluate_text, open_evaluation_text
         from fenchel.evaluate.calibration import CALIBRATION, write_calibration
         from fenchel.pipeline import own_text, prediction_map
+        from fenchel.report.reliability import render
 
         if calibration and prediction_map(directory) is not None:
             raise ValueError(
