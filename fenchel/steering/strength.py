@@ -42,7 +42,7 @@ class Divergence(NamedTuple):
     worst: float
     """That of the position with the largest."""
     loss: float
-    """Change of the mean loss on the text, in nats per token."""
+    """Change of the mean loss on the text, in nats per token; nan of a single law."""
 
 
 class Strength(NamedTuple):
