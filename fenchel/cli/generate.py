@@ -260,7 +260,7 @@ def _emphasis_within(
     prompt = torch.tensor([ids], device=model.lm_head_weight.device)
     answer = generate(model, prompt, max_new_tokens=room, temperature=0.0, stop=ends)
     text = answer[0].tolist()
-    found = find_strength(model, emphasis, text, kl, start=len(ids) - 1)
+    found = find_strength(model, emphasis, text[:-1], kl, start=len(ids) - 1)
     print(
         f"An emphasis of {found.value:.3g} moves the laws of {len(text) - len(ids)} tokens by "
         f"{found.divergence.mean:.3g} nats on average, by {found.divergence.worst:.3g} at most.",

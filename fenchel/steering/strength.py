@@ -42,7 +42,7 @@ class Divergence(NamedTuple):
     worst: float
     """That of the position with the largest."""
     loss: float
-    """Change of the mean loss on the text, in nats per token."""
+    """Change of the mean loss on the text, in nats per token; nan of a single law."""
 
 
 class Strength(NamedTuple):
@@ -132,12 +132,13 @@ def find_strength(
             return Steering(emphasis=replace(steering, bias=s))
         return steering.at(s)
 
-    low, previous = 0.0, (0.0, 0.0)
+    low, previous, means = 0.0, (0.0, 0.0), {0.0: 0.0}
     strength = unit * (10.0 * kl) ** 0.5  # most laws move by about a tenth of a nat per unit
     for passes in range(1, _PASSES + 1):
         found = divergence(model, at(sign * strength), ids, base_TV, start=start)
         if abs(found.mean - kl) <= TOLERANCE * kl:
             return Strength(sign * strength, found, passes)
+        means[strength] = found.mean
         root = (2.0 * found.mean) ** 0.5
         low, high = (strength, high) if root < target else (low, strength)
         slope = (root - previous[1]) / (strength - previous[0])
@@ -148,6 +149,11 @@ def find_strength(
             (low + high) / 2.0,
         ]
         strength = next(guess for guess in guesses if low < guess < min(high, 9.0 * strength))
+    if low in means and high in means:  # experts, sparse and hard choices change at once
+        raise ValueError(
+            f"no strength has a divergence of {kl:g} nats on this text: at {sign * high:.4g} it "
+            f"jumps from {means[low]:.3g} to {means[high]:.3g}."
+        )
     raise ValueError(
         f"no strength was found whose divergence is {kl:g} nats on this text; that of "
         f"{previous[0]:.3g} is {found.mean:.3g}."

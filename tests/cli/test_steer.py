@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from fenchel.checkpoints import load, save
 from fenchel.cli import main
+from fenchel.generation import Emphasis, Steering, generate
 from fenchel.model import ModelConfig, Transformer
+from fenchel.steering.strength import log_laws
 
 
 @pytest.fixture
@@ -39,14 +41,14 @@ def test_a_direction_is_made_and_moves_what_commands_draw(
     assert record["kl"]["mean"] == pytest.approx(0.2, rel=0.02)
     assert record["layer"] == 1
 
-    def generate(*more: str) -> str:
+    def drawn(*more: str) -> str:
         words = ["generate", str(run_directory), "--prompt", "the", "--max-new-tokens", "8"]
         assert main([*words, "--seed", "1", "--json", *more]) == 0
         return str(json.loads(capsys.readouterr().out)["text"])
 
-    plain = generate()
-    assert generate("--steer", str(out), "--strength", "0") == plain
-    assert generate("--steer", str(out), "--strength", "40") != plain
+    plain = drawn()
+    assert drawn("--steer", str(out), "--strength", "0") == plain
+    assert drawn("--steer", str(out), "--strength", "40") != plain
 
     def loss(*more: str) -> float:
         words = ["eval", str(run_directory), "--text", str(text_file), "--tokens", "40", "--json"]
@@ -239,9 +241,21 @@ def test_an_emphasis_is_found_for_a_divergence(
     emphasised = [*words, "--emphasise", "people", "--temperature", "0", "--json"]
     assert main([*emphasised, "--emphasis-kl", "1e-5"]) == 0
     said = capsys.readouterr()
-    found = re.search(r"An emphasis of (\S+) moves the laws of \d+ tokens by (\S+) nats", said.err)
+    found = re.search(
+        r"An emphasis of (\S+) moves the laws of (\d+) tokens by (\S+) nats", said.err
+    )
     assert found is not None
-    assert float(found[2]) == pytest.approx(1e-5, rel=0.03)
+    assert float(found[3]) == pytest.approx(1e-5, rel=0.03)
+    # by itself: the laws of the tokens of the unsteered answer, and not the one after them
+    model, tokenizer, _ = load(run_directory)
+    ids = tokenizer.encode_whole("the people")
+    room = model.config.context - len(ids)
+    answer = generate(model, torch.tensor([ids]), max_new_tokens=room, temperature=0.0)[0].tolist()
+    assert len(answer) - len(ids) == int(found[2])
+    emphasis = Emphasis(texts=("people",), bias=float(found[1])).found_in(tokenizer, ids)
+    steered, plain = (log_laws(model, answer, x) for x in (Steering(emphasis=emphasis), None))
+    kl = (steered.exp() * (steered - plain)).sum(-1)[len(ids) - 1 : -1].mean()
+    assert float(kl) == pytest.approx(float(found[3]), rel=0.02)
     assert main([*emphasised, "--emphasis", found[1]]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == json.loads(said.out)["text"]
     for wrong in (words, [*emphasised, "--emphasis", "1"]):

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy, kl_div
 from fenchel.attention import AttentionCall
 from fenchel.generation import Emphasis, HeadChoice, Steering
 from fenchel.model import ModelConfig, Transformer
-from fenchel.steering import Direction, divergence, find_strength
+from fenchel.steering import Direction, divergence, find_strength, strength
+from fenchel.steering.strength import Divergence
 
 M, V = 24, 80
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
@@ -86,6 +87,18 @@ def test_a_budget_that_cannot_be_kept_is_refused(kl: float) -> None:
     model, (direction, ids) = build(0), drawn(1)
     with pytest.raises(ValueError, match="not in"):
         find_strength(model, direction, ids, kl)
+
+
+def test_a_divergence_that_jumps_over_the_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another expert takes a token."""
+
+    def jumping(_model: Any, direction: Direction, *_: Any, **__: Any) -> Divergence:
+        return Divergence(0.05 if direction.strength > -3.0 else 0.2, 0.3, 0.0)
+
+    monkeypatch.setattr(strength, "divergence", jumping)
+    direction, ids = drawn(1)
+    with pytest.raises(ValueError, match=r"at -3\.0\d+ it jumps from 0\.05 to 0\.2\."):
+        find_strength(build(0), direction, ids, 0.1, negative=True)
 
 
 def test_a_direction_without_effect_and_a_text_of_one_token_get_a_sentence() -> None:
