@@ -84,6 +84,7 @@ _CUTS = (0.25, 0.5, 0.75, 1.0)  # of the line along which scores move
 _STEP = 1.04  # between radii of the search
 _STRIDE = 6  # steps at once while a radius is looked for, doubled each time
 _TINY = 1e-12
+_RESTING = 1e-6  # of the largest move of a token: less is bounded by a ball
 _NEAREST = 64  # pairs at once whose margins take remainders in their ellipsoids, not in balls
 _TOGETHER = 8  # tokens in a block of a product of Jacobians
 _BYTES = 12e9
@@ -658,14 +659,20 @@ class DecisionBound:
         h_length = lengths(Bh) * bent.along
         rest = B * (bent.across * rho)
         ball = torch.minimum(B * bent.size, h_length + rest).sum(-1)
-        at, m = ((B > 0.0) & (rho > 0.0)).nonzero(as_tuple=True)
+        moving = rho > _RESTING * rho.amax()
+        at, m = ((B > 0.0) & moving).nonzero(as_tuple=True)
         blocks = stage.blocks[:n, :n][at, m]
         image = blocks @ (bent.across.square()[:, None, None] * bent.S)[m] @ blocks.mT
         sizes = torch.einsum("paa->p", image).clamp(min=1e-300).sqrt()
         vectors = Bh / lengths(Bh).clamp(min=1e-150)[..., None].sqrt()
         total = torch.einsum("im,ima,imb->iab", bent.along.expand(n, n), vectors, vectors)
         total.index_add_(0, at, image / sizes[:, None, None])
-        return ball, total * h_length.sum(-1).index_add(0, at, sizes)[:, None, None]
+        total = total * h_length.sum(-1).index_add(0, at, sizes)[:, None, None]
+        resting = (B * torch.where(moving, 0.0, bent.size)).sum(-1)
+        eye, d = torch.eye(self.d, dtype=B.dtype), math.sqrt(self.d)
+        sizes = torch.einsum("iaa->i", total).sqrt()
+        around = resting.square()[:, None, None] * eye
+        return ball, _minkowski(total, sizes, around, resting * d, 0.0)
 
     def _carried(self, s: int, shapes: "Sequence[_Shaped]", n: int) -> tuple[Tensor, Tensor]:
         """What earlier remainders add to the input of stage s: lengths (n,), shapes (n, d, d)."""
@@ -1108,7 +1115,7 @@ def _shaped(eta: Tensor, shapes: Tensor, gamma: float) -> _Shaped:
     ball = rest.square()[:, None, None] * eye
     S = _minkowski(S, size.sum(0), ball, rest * math.sqrt(d), gamma)
     sums = eta.sum(0)
-    moving = sums > 1e-9 * sums.amax()
+    moving = sums > _RESTING * sums.amax()
     tokens = moving.nonzero()[:, 0]
     return _Shaped(tokens, S[tokens], torch.where(moving, 0.0, sums), shapes)
 
