@@ -199,8 +199,9 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)
     if sections["train"].get("lipschitz") is not None:
-        known = default_settings(model.get("width", ModelConfig.width))
-        model |= {name: value for name, value in known.items() if name not in given["model"]}
+        shape = ("width",) if preset == DEFAULT else ("width", "heads")
+        sizes = {name: model[name] for name in shape if name in model}
+        model |= default_settings({**sizes, **given["model"]})
     if sections["train"].get("spectral_cap") is not None:
         model.setdefault("norm_parameters", "none")  # gains would grow in place of the matrices
     return from_mapping(RunConfig, {**rest, **sections})

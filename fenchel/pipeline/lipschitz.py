@@ -7,8 +7,10 @@ length (fenchel/sensitivity/token_lipschitz.py). After every step the weights ar
     gain of every branch           <= (P^(1 / 2 layers) - 1) / a,       a the factor on the branch
 
 so that the constant, the product g |row| prod (1 + a gain), is at most L. Rows of the LM head are
-shortened one by one. A branch whose gain is K times its limit has all of its matrices multiplied by
-K^-1/2: its gain is a product of at least two of their norms, and a sum of such products in
+shortened one by one. In a branch whose gain is K times its limit, the singular values of every
+matrix are first cut at K^-1/2 of the largest, which leaves the others what they have learnt. If
+that is not enough, since a gain is made of norms of products, all matrices are multiplied by the
+K^-1/2 of what is left: a gain is a product of at least two of them, and a sum of such products in
 attention, so it falls at least by K. Weights below their limits are not touched, to the bit, and
 the limits are functions of the weights alone, so a resumed run repeats the bits of one that was
 not interrupted.
@@ -16,14 +18,16 @@ not interrupted.
 A constant has a meaning only beside the size of what it multiplies. Embeddings are therefore held
 to the length sqrt(M), that of a token behind a norm layer, M the width of the stream.
 
-``SETTINGS`` are those that a model of such a run has unless they are given. epsilon = 1 makes the
-norm layers 1-Lipschitz, at the price that they no longer remove the size of their input; scores are
-divided by the width, so that a branch with matrices of norm 1 has a gain of 3.
+``default_settings`` are those that a model of such a run has unless they are given. epsilon = 1
+makes the norm layers 1-Lipschitz, at the price that they no longer remove the size of their input.
+A learned bias of distances (T5) in place of rotations has no derivative in the tokens: attention
+may be as sharp over distances as it likes, at no cost. Heads begin at one distance each, and with
+small queries and keys, since scores by content multiply the cost of the values.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,17 +81,27 @@ _TOKENS = 16
 """Tokens that are attacked."""
 
 
-def default_settings(width: int) -> dict[str, Any]:
-    """The settings of a model with a certified constant, where none are given."""
-    return {
+def default_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model with a certified constant, beside those that are given.
+
+    >>> default_settings({"width": 64, "positions": "rotary"})["score_scale"]
+    0.015625
+    """
+    width = given.get("width", ModelConfig.width)
+    known: dict[str, Any] = {
         "epsilon": 1.0,
         "norm_parameters": "none",
         "mlp": "gelu",
         "tied": False,
         "residual_scale": "depth",
+        "positions": "buckets",
+        "heads": math.gcd(4, width),
         "score_scale": 1.0 / width,
         "embedding_scale": 3.0,
     }
+    if given.get("positions", "buckets") == "buckets":
+        known |= {"initial_distances": True, "initial_qk": 0.1}
+    return {**known, **given}
 
 
 def require_known_constant(config: ModelConfig) -> None:
@@ -178,7 +192,7 @@ class LipschitzCap:
         self.model, config = model, model.config
         share = math.sqrt(1.0 + limit)
         growth = share ** (1.0 / (2 * config.layers)) - 1.0
-        self.branch_limit = growth / config.branch_scale
+        self.branch_limit: float = growth / config.branch_scale
         self.head_limit = limit / share
         self.longest_embedding = math.sqrt(config.width) / config.embedding_scale
 
@@ -187,13 +201,19 @@ class LipschitzCap:
         """Scale the weights back to their limits."""
         model, M = self.model, self.model.config.width
         for branch in branches(model):
-            excess = float(token_bound(branch.layer, M).gain) / self.branch_limit
-            if excess > 1.0:
+            if (excess := self._excess(branch)) > 1.0:
                 for matrix in branch.matrices:
-                    matrix.mul_((1.0 - _MARGIN) * excess**-0.5)
+                    largest = float(torch.linalg.matrix_norm(matrix, 2))
+                    cap_singular_values_(matrix, largest * excess**-0.5)
+                if (rest := self._excess(branch)) > 1.0:
+                    for matrix in branch.matrices:
+                        matrix.mul_((1.0 - _MARGIN) * rest**-0.5)
         gain = float(token_bound(_last_norm(model), M).gain)
         shorten_rows_(model.lm_head_weight, self.head_limit / gain / model.config.logit_scale)
         shorten_rows_(model.embed.weight, self.longest_embedding)
+
+    def _excess(self, branch: "Branch") -> float:
+        return float(token_bound(branch.layer, self.model.config.width).gain) / self.branch_limit
 
 
 @torch.no_grad()
@@ -231,11 +251,12 @@ def branches(model: Transformer) -> Iterator[Branch]:
             biases=biases,
             rotations=identity if attention.rotates else None,
         )
-        yield Branch(Chain((norm, layer)), (attention.qkv.weight, attention.out.weight))
+        parts = torch.split_with_sizes(attention.qkv.weight.detach(), attention.rows)
+        yield Branch(Chain((norm, layer)), (*parts, attention.out.weight.detach()))
         maps = (mlp.up, mlp.down) if mlp.gate is None else (mlp.gate, mlp.up, mlp.down)
         yield Branch(
             Chain((norm_layer(block.mlp_norm, dtype), *mlp_layer(mlp, dtype).layers)),
-            tuple(part.weight for part in maps),
+            tuple(part.weight.detach() for part in maps),
         )
 
 

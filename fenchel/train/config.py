@@ -71,7 +71,7 @@ class TrainConfig:
     """Limit on the Lipschitz constant: how far a logit moves, at most, when no token embedding
     moves further than 1. Weights are scaled back to it after every step; the report has the
     certified constant. Model settings that are not given are those of a model whose constant is
-    known (epsilon=1, gelu, ...)."""
+    known (epsilon=1, gelu, positions="buckets", ...)."""
     certify_margin: float = 0.0
     """r of a loss that bounds the cross-entropy of all texts whose embeddings are within r of those
     of the batch: the target's logit counts 2 L r less, L the limit ``lipschitz``. It widens the

@@ -64,7 +64,7 @@ def test_heads_begin_at_one_distance_each() -> None:
     assert model.relative_bias is not None
     prior = Causal() + RelativeBias(model.relative_bias.weight)
     q = torch.zeros(1, 4, 16, 8)
-    p_HTS = attend(q, q, q, prior=prior, return_weights=True)[1][0]
+    p_HTS = attend(q, q, q, prior=prior, return_weights=True)[1][0].detach()
     for h in range(4):
         back = p_HTS[h].diagonal(-(h + 1))
         assert float(back.min()) > 0.85

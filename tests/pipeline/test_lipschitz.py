@@ -25,7 +25,7 @@ from fenchel.sensitivity.token_lipschitz import logit_bound, token_bound
 from fenchel.train.loss import lower_targets, total_loss
 from tests.pipeline.conftest import Remembering
 
-KNOWN = default_settings(24)
+KNOWN = default_settings({"width": 24})
 MODEL = {"context": 16, "width": 16, "heads": 2, "layers": 2}
 TRAIN = {"batch": 4, "steps": 12, "threads": 1, "precision": "float32", "save_every": 5}
 
@@ -56,7 +56,15 @@ def certified_constant(model: Transformer) -> float:
     [
         {},
         {"mlp": "swiglu", "norm": "layer", "norm_parameters": "all", "bias": True},
-        {"positions": "learned", "kv_heads": 4, "epsilon": 0.1, "logit_scale": 0.5},
+        {
+            "positions": "learned",
+            "initial_distances": False,
+            "mlp": "gelu",
+            "kv_heads": 4,
+            "epsilon": 0.1,
+            "logit_scale": 0.5,
+        },
+        {"positions": "rotary", "initial_distances": False, "score_scale": None},
     ],
 )
 def test_any_weights_are_scaled_to_the_constant_and_then_left_alone(
@@ -191,6 +199,8 @@ def test_settings_that_are_given_stay_and_unknown_constants_are_refused() -> Non
     assert (model.epsilon, model.mlp, model.tied) == (0.5, "relu", False)
     assert model.score_scale == 1.0 / model.width
     assert pipeline.settings({}).model.epsilon == 1e-5
+    rotary = pipeline.settings({**lipschitz, "model": {"positions": "rotary", "heads": 8}}).model
+    assert (rotary.positions, rotary.heads, rotary.initial_distances) == ("rotary", 8, False)
     values: Mapping[str, Any] = {
         "tied": True,
         "choice": "sparsemax",
