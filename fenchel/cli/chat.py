@@ -149,7 +149,9 @@ def run(
     stops = [*end_ids(directory, tokenizer), *chat_template.stops(tokenizer), *(stop or ())]
     if not stops:
         say("No token or text ends an answer of this model; --stop TEXT can give one.")
-    start = tokenizer.pad_id if suggested.decoder_start is None else suggested.decoder_start
+    start = None if config.kind == "decoder" else suggested.decoder_start
+    if config.kind != "decoder" and start is None:
+        start = tokenizer.pad_id
     conversation = Conversation(
         model,
         tokenizer,
@@ -165,7 +167,7 @@ def run(
         ),
         system=system,
         trust_user_tokens=trust_user_tokens,
-        decoder_start=None if config.kind == "decoder" else start,
+        decoder_start=start,
         interrupted=lambda error: not _ends_command(error),
         on_left_out=lambda tokens, turns: say(
             f"The conversation has {tokens:,} tokens and the model reads "

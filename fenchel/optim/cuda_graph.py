@@ -15,8 +15,8 @@ number of the device, and depends on the step by nothing but its two arguments,
 own, and from then on copies both there and replays. The operations are the same ones, in the same
 order, so the weights have the same bits.
 
-**When.** A step is captured when two before it were like it: the same parameters, state,
-settings, shapes and rules of arithmetic. The first steps have created the state and loaded every
+**When.** A step is captured when the one before it was like it: the same parameters, state,
+settings, shapes and rules of arithmetic. The steps before have created the state and loaded every
 kernel. Where one of these changes (``load_state_dict``, another batch), the graph is dropped, and
 steps are run until two are alike again. ``reason`` says why there is no graph.
 

@@ -311,6 +311,17 @@ def test_attention_of_the_last_answer(talk: Talker) -> None:
         assert talk(*wrong).code == 2
 
 
+def test_control_tokens_may_have_any_names(checkpoint: Path, talk: Talker, tmp_path: Path) -> None:
+    path = tmp_path / "renamed"
+    shutil.copytree(checkpoint, path)
+    (path / "manifest.json").unlink()
+    for name in ("<|end|>", "<|pad|>"):
+        file = path / "tokenizer.json"
+        file.write_text(file.read_text().replace(name, f"<{name[2:-2]}!>"))
+    assert not load(path).tokenizer.has_end
+    assert talk("My name is Ada.", path=path).out == talk("My name is Ada.").out
+
+
 def test_why_a_head_attends_there(checkpoint: Path, talk: Talker) -> None:
     shown = " ".join(talk("My name is Ada.", "/why 2.1:1").out.split())
     assert shown.startswith("Hello Ada, how are you? why head 2.1 attends from")
