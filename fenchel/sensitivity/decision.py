@@ -1274,7 +1274,7 @@ def _duration(seconds: float) -> str:
 def _require_stages(stages: Sequence[Residual]) -> None:
     """Refuse, by name, what the remainders do not cover."""
     for number, residual in enumerate(stages):
-        where = f"stage {number + 1}"
+        where = f"block {number // 2 + 1} ({'MLP' if number % 2 else 'attention'})"
         if residual.parallel or residual.skip != 1.0 or not isinstance(residual.branch, Chain):
             raise ValueError(f"{where} is not one branch behind a norm beside the stream.")
         if not residual.branch.layers or not isinstance(residual.branch.layers[0], NormLayer):

@@ -297,6 +297,32 @@ def _aimed(net: DecisionNetwork, X: Tensor, J: list[Tensor], r: float) -> Iterat
             yield move
 
 
+@pytest.mark.parametrize("resting", [0.0, 0.2])
+def test_the_remainder_of_a_norm_is_in_its_ellipsoid(
+    resting: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sum_m B_im (c1 h_m + c2 d_m) in random directions, also where tokens are taken in balls."""
+    monkeypatch.setattr(decision, "_RESTING", resting)
+    net, X = network("llama", 8)
+    bound = DecisionBound(net, X)
+    stage, generator = bound.stages[0], torch.Generator().manual_seed(0)
+    root = torch.randn(4, 6, 6, dtype=torch.float64, generator=generator)
+    root *= torch.tensor([0.02, 0.01, 0.003, 0.001], dtype=torch.float64)[:, None, None]
+    S, rho = root @ root.mT, torch.linalg.matrix_norm(root, 2)
+    bent = bound._bent(0, S, rho)
+    _, shape = bound._norm_remainder(stage, bent, rho)
+    largest = 0.0
+    for _ in range(50):
+        a = torch.randn(6, dtype=torch.float64, generator=generator)
+        pulled = torch.einsum("a,imab->imb", a, stage.blocks)
+        reach = bent.along * (pulled * stage.h).sum(-1).abs()
+        reach += bent.across * torch.einsum("imb,mbc,imc->im", pulled, S, pulled).sqrt()
+        reach = torch.minimum(reach, bent.size * pulled.norm(dim=-1)).sum(-1)
+        ratio = reach.square() / torch.einsum("a,iab,b->i", a, shape, a)
+        largest = max(largest, float(ratio.amax()))
+    assert 0.1 < largest <= 1.0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_order_of_an_mlp_is_in_its_ellipsoid(kind: str) -> None:
     """W_D e with e_f = a'' u dg^2 / 2 + a' dg du, all with their signs."""
