@@ -94,8 +94,9 @@ def test_every_text_is_read_and_written_as_utf_8() -> None:
 
 SIMULATED = (
     "tests/test_files.py tests/train/test_rundir.py tests/faults/test_second_writer.py "
-    "tests/checkpoints/test_run_checkpoint.py tests/cli/test_output_paths.py "
-    "tests/data/test_chat.py tests/train/test_loop.py tests/train/test_loop_stop_signals.py"
+    "tests/faults/test_begun.py tests/checkpoints/test_run_checkpoint.py "
+    "tests/cli/test_output_paths.py tests/data/test_chat.py tests/train/test_loop.py "
+    "tests/train/test_loop_stop_signals.py"
 ).split()
 """Files, locks, run directories, outputs, child processes and signals: the quick ones of PARTS."""
 

@@ -4,9 +4,9 @@
     python -m tests.wheel --here    run the commands of the fenchel that is installed here
 
 The commands run in an empty folder, by the console script: the default run of a few steps,
-generate, inspect, certify, learn (its front page) and serve (one answer). Seconds and megabytes are
-printed; RELEASE.md has those of the last release. The environment variable TORCH chooses its
-version.
+generate, inspect, certify, lens, steer, doctor, learn (its front page) and serve (one answer).
+Seconds and megabytes are printed; RELEASE.md has those of the last release. The environment
+variable TORCH chooses its version.
 """
 
 import json
@@ -88,8 +88,10 @@ def use(python: str) -> None:
     fenchel = str(Path(call(python, "-c", where).strip()) / "fenchel")
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
+        timed("import", python, "-c", "import fenchel, sys; assert 'torch' not in sys.modules")
         timed("--version", fenchel, "--version")
-        timed("--help", fenchel, "--help")
+        timed("inspect --help", fenchel, "inspect", "--help")
+        timed("settings", fenchel, "settings")
         file = call(python, "-c", "import fenchel; print(fenchel.__file__)").strip()
         assert not Path(file).is_relative_to(ROOT), f"{file} is the source tree"
         timed("train, 20 steps", fenchel, "train", *SMALL, "--out", "run")
@@ -98,7 +100,12 @@ def use(python: str) -> None:
         text = ("--text", "sotu", "--max-tokens", "32")
         assert "dominant" in timed("inspect", fenchel, "inspect", "run", *text)
         json.loads(timed("certify", fenchel, "certify", "run", *text, "--radius", "0.1", "--json"))
-        timed("doctor", fenchel, "doctor", "run")
+        json.loads(timed("lens", fenchel, "lens", "run", *text, "--json"))
+        out = ("--word", "war", "--out", "war.safetensors")
+        timed("steer", fenchel, "steer", "run", *text, *out)
+        timed("steered", fenchel, "generate", "run", *prompt, "--steer", "war.safetensors")
+        timed("doctor", fenchel, "doctor")
+        timed("doctor of a run", fenchel, "doctor", "run")
         serve(fenchel, "run")
         learn(fenchel)
         os.chdir(ROOT)
@@ -143,9 +150,11 @@ def fetch(request: str | urllib.request.Request) -> bytes:
 
 
 def timed(name: str, *words: str) -> str:
-    start = time.perf_counter()
+    """What a command prints; its seconds are printed, by the clock and of the processor."""
+    before = os.times()
     output = call(*words, quiet=True)
-    print(f"{name}: {time.perf_counter() - start:.1f} s")
+    spent = [now - then for now, then in zip(os.times(), before, strict=True)]
+    print(f"{name}: {spent[4]:.2f} s, {spent[2] + spent[3]:.2f} s of the processor")
     return output
 
 
