@@ -514,7 +514,7 @@ def test_a_budget_of_kl_is_kept_and_a_stopped_run_ends_with_the_same_bits(
     kls = {}
     for name, budget in (("kept", {"kl": most}), ("free", {"kl": 1e6})):
         settings_ = {"train": train, "optim": optim, "tune": {**adapters, **budget}}
-        tune(checkpoint("llama"), tmp_path / name, documents, **settings_)
+        callback = tune(checkpoint("llama"), tmp_path / name, documents, **settings_)
         corpus, config = corpus_and_config(tmp_path / name)
         rows = document_batches(config, corpus, validation=True)
         base = load(checkpoint("llama")).model
@@ -529,6 +529,7 @@ def test_a_budget_of_kl_is_kept_and_a_stopped_run_ends_with_the_same_bits(
         kls[name] = total / count
         reported = read_sealed_json(tmp_path / name / "summary.json")["tuning"]["kl"]["measured"]
         assert reported == pytest.approx(kls[name], rel=1e-4)
+        assert any(f"is {reported:.4g} nats per token" in line for line in callback.messages)
     assert kls["free"] > 2.0 * most
     assert 0.5 * most < kls["kept"] <= most * (1 + 1e-5)
     page = (tmp_path / "kept" / "report.html").read_text()

@@ -135,9 +135,9 @@ def slope_limits(name: str) -> tuple[float, float]:
     >>> slope_limits("relu"), [round(x, 3) for x in slope_limits("gelu")]
     ((-1e-12, 1.000000000001), [-0.129, 1.129])
     """
-    slope = SLOPES[name]
+    steepest, slope = float(activation(name)), SLOPES[name]
     at = torch.tensor((-1e3, *slope.turns, 1e3), dtype=torch.float64)  # monotone between these
-    return float(slope.at(at).amin()) - 1e-12, slope.steepest + 1e-12
+    return float(slope.at(at).amin()) - 1e-12, steepest + 1e-12
 
 
 def slope_range(name: str, x: Tensor, radius: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
