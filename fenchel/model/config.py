@@ -61,7 +61,7 @@ def _read_by(name: str, setting: str, which: str) -> Use:
     return Use(
         (name,),
         f"a choice or layer_choices {which}",
-        lambda c: any(map in maps_with(setting) for map in c.layer_choices or (c.choice,)),
+        lambda c: any(one in maps_with(setting) for one in c.layer_choices or (c.choice,)),
     )
 
 
