@@ -51,7 +51,7 @@ def read_weights(
     ours = meta_state_dict(config)
     matches, prefix = family.matches(config, ours), family.prefix
     if prefix and not any(name.startswith(prefix) for name in directory.tensors):
-        # The names of a file that was saved without a head.
+        # A file of the body alone, saved without the LM head, has names without the prefix.
         without = (tuple(n.removeprefix(prefix) for n in match.theirs) for match in matches)
         matches = [m._replace(theirs=names) for m, names in zip(matches, without, strict=True)]
     shapes = {name: tuple(x.shape) for name, x in _laid_out(ours, matches)}

@@ -189,7 +189,7 @@ def _stretches(
 
 
 def _quick(model: "HookedModel", length: int) -> int:
-    """How many stretches a fit takes that nobody asked for."""
+    """The number of stretches that a fit takes by default: as many as are quick."""
     from fenchel.interpretability.jacobian_lens import fit_flops
 
     return int(_QUICK.get(model.device.type, 4e12) // fit_flops(model, length))

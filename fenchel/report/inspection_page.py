@@ -168,7 +168,7 @@ def _method(result: Inspection) -> Section:
 
 
 class RowMeasure(NamedTuple):
-    """One number per query of a head."""
+    """A measure with one number per head and query."""
 
     key: str
     """Its name in ``Head.rows``, and that of its quantiles in ``Head``."""
