@@ -18,7 +18,9 @@ from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
 from fenchel.operating_system import SYSTEM, Posix
 from fenchel.optim import OptimConfig, build_beta2, build_optimiser, build_schedule
+from fenchel.optim.cuda_graph import Capture, capture_graph
 from fenchel.train import Loop, RunDir, Stepper, TrainConfig
+from tests.recorded_graph import record
 
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, if told at its import
     os.environ["TRITON_INTERPRET"] = "1"
@@ -66,6 +68,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def device() -> str:
     """Where kernels run: on the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def capture(device: str) -> Capture:
+    """A CUDA graph, or on a machine without a GPU what stands in for it."""
+    return capture_graph if device == "cuda" else record
 
 
 @pytest.fixture(autouse=True)

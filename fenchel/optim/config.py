@@ -40,7 +40,6 @@ from torch import nn
 
 from fenchel.config import Use, read_with, require_read
 from fenchel.optim import first_order, schedule
-from fenchel.optim.cuda_graph import capture_steps
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
@@ -110,9 +109,6 @@ class OptimConfig:
     """Share of the steps in which the rate rises."""
     final: float = 0.0
     """Share of the peak rate left at the end."""
-    cuda_graph: bool = False
-    """Whether a step of Muon or of ScoreDescent on a GPU is launched as one CUDA graph, which takes
-    its host less time and its memory more. The weights have the same bits."""
 
     USES: ClassVar = (
         read_with("matrix_learning_rate", "optimiser", "muon", "score", "trust"),
@@ -132,7 +128,6 @@ class OptimConfig:
         ),
         read_with("warmup", "schedule", "hold", "cosine", "linear", "inverse_sqrt"),
         read_with("final", "schedule", "hold", "cosine", "linear"),
-        read_with("cuda_graph", "optimiser", "muon", "score"),
     )
 
     def __post_init__(self) -> None:
@@ -182,10 +177,7 @@ def build_optimiser(
     >>> [type(member).__name__ for member in build_optimiser(model, OptimConfig()).members]
     ['Muon', 'AdamW']
     """
-    optimiser = CombinedOptimiser(*BUILDERS[config.optimiser](model, config, steps))
-    if config.cuda_graph and any(p.is_cuda for p in model.parameters()):
-        capture_steps(optimiser.members)
-    return optimiser
+    return CombinedOptimiser(*BUILDERS[config.optimiser](model, config, steps))
 
 
 def peak_score_rate(config: OptimConfig, steps: int | None) -> float:

@@ -201,6 +201,13 @@ class Capturable(torch.optim.Optimizer):
         """What the host does for a step of all parameters that have a gradient."""
         raise NotImplementedError
 
+    def replayed(self) -> Callable[[], None]:
+        """After a captured pass: what leaves on the host what the pass has left there.
+
+        For an optimiser that samples the pass (fenchel/train/gradient_graph.py).
+        """
+        return lambda: None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every parameter that has a gradient."""

@@ -41,7 +41,7 @@ ADAPTER_RULES = ("adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
 """Optimisers that can train adapters: the others measure the weights beside them."""
 _DERIVED = (
     *("model.vocabulary", "train.steps", "train.threads"),
-    *("train.accumulate", "train.compile"),
+    *("train.accumulate", "train.compile", "train.cuda_graph"),
 )
 
 

@@ -67,6 +67,8 @@ GPU_RATE = 440e12
 """Operations per second of training on an H200, the fastest GPU measured (distributed/plan.py)."""
 WORTH_COMPILING = 60.0
 """Seconds of operations at that rate from which compiling gains time."""
+WORTH_CAPTURING = 0.25
+"""Seconds of operations of a step below which its launches are a part of its time."""
 
 
 def record_corpus(run: RunDir, corpus: Corpus) -> None:
@@ -345,21 +347,38 @@ def divide_step(
 def compiles_blocks(config: RunConfig, device: torch.device, steps: int, world: World) -> bool:
     """Whether blocks are compiled: as the settings have it or, where they leave it open, by gain.
 
-    On an H200 compiling takes 3 to 8 s and saves an eighth of the time of GPT-2's steps, and hardly
-    any of steps that wait for the host (docs/log.md). What was not measured is not compiled.
+    On an H200 compiling takes 3 to 8 s and saves an eighth of the time of GPT-2's steps
+    (docs/log.md).
     """
+    if config.train.compile is not None:
+        return config.train.compile
+    if not _is_measured(config, device, world):
+        return False
+    busy = steps * _busy_seconds(config)
+    return busy >= WORTH_COMPILING and compiler_works(device.type)
+
+
+def captures_steps(config: RunConfig, device: torch.device, world: World) -> bool:
+    """Whether steps are CUDA graphs: as the settings have it or, where left open, by gain."""
+    if config.train.cuda_graph is not None:
+        return config.train.cuda_graph
+    return _is_measured(config, device, world) and _busy_seconds(config) < WORTH_CAPTURING
+
+
+def _busy_seconds(config: RunConfig) -> float:
+    """The seconds for which a step keeps the fastest GPU busy."""
+    return training_flops(config.model, batch=config.train.batch) / GPU_RATE
+
+
+def _is_measured(config: RunConfig, device: torch.device, world: World) -> bool:
+    """Whether compiling and CUDA graphs were measured on runs of this kind (docs/log.md)."""
     train, model = config.train, config.model
-    if train.compile is not None:
-        return train.compile
     maps = {model.choice_of(layer) for layer in range(model.layers)}
     other_layers = model.experts or model.has_delta or model.entmax_alpha_learned
     other_maps = not maps <= {"softmax", "entmax", "sparsemax"}
     other_runs = config.tune is not None or in_cells(config, world)
     observed = train.qk_clip is not None or train.entropy_floor > 0.0
-    if device.type != "cuda" or other_layers or other_maps or other_runs or observed:
-        return False
-    busy = steps * training_flops(model, batch=train.batch) / GPU_RATE
-    return busy >= WORTH_COMPILING and compiler_works(device.type)
+    return device.type == "cuda" and not (other_layers or other_maps or other_runs or observed)
 
 
 def resolve_steps(
@@ -371,6 +390,9 @@ def resolve_steps(
 ) -> RunConfig:
     """``config`` with its threads, whether it compiles, and the steps planned for a budget."""
     in_parts, steps, pace = in_cells(config, world), config.train.steps, ""
+    device, parts = select_device(config.train.device), config.train.accumulate or 1
+    captures = captures_steps(config, device, world)
+    config = replace(config, train=replace(config.train, cuda_graph=captures))
     if steps is not None:
         threads = config.train.threads or (
             max(1, cores() // world.local_size) if in_parts else torch.get_num_threads()
@@ -389,7 +411,6 @@ def resolve_steps(
     parameters = sum(p.numel() for p in model.parameters())
     row = replace(config.model, context=config.row_length)
     operations = training_flops(row, batch=config.train.batch)
-    device, parts = select_device(config.train.device), config.train.accumulate or 1
     compiles = compiles_blocks(config, device, steps, world)
     callback.message(
         f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; {pace}"

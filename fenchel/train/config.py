@@ -96,6 +96,10 @@ class TrainConfig:
     compile: bool | None = None
     """Compile the blocks of the model with torch.compile: some seconds at first, then faster steps.
     None compiles on a GPU where the steps of the run keep it busy for a minute or more."""
+    cuda_graph: bool | None = None
+    """Launch the gradient of a step of one micro-batch, and the steps of Muon and ScoreDescent, as
+    CUDA graphs: the same bits, with less time of the host and more memory. None does so on a GPU
+    where a step keeps it busy for less than a quarter of a second."""
     threads: int | None = None
     """CPU threads; None takes the fastest of a few counts that are timed for a budget, and the
     default of torch where steps are given."""

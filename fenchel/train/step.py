@@ -42,9 +42,11 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.data import Batch, BatchSource
-from fenchel.optim import CombinedOptimiser, Schedule, clip_
+from fenchel.optim import CombinedOptimiser, Schedule, ScoreTrust, clip_
+from fenchel.optim.cuda_graph import Capturable, Capture, capture_steps
 from fenchel.torch_internals import compile_error
 from fenchel.train.config import TrainConfig
+from fenchel.train.gradient_graph import GradientGraph
 from fenchel.train.loss import (
     count_targets,
     lm_head_loss,
@@ -175,6 +177,10 @@ class Stepper:
         self.stability = Stability(model, config) if observed else None
         self.power_iterated = [m for m in model.modules() if isinstance(m, PowerIterated)]
         self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
+        self.graph: GradientGraph | None = None
+        """Takes the passes of a step of one micro-batch."""
+        if config.cuda_graph and self.device.type == "cuda":
+            self.capture()
         self._ahead: tuple[int, Batch] | None = None
         self._arguments: dict[str, Any] = {}
         """Further arguments of the forward pass."""
@@ -189,6 +195,26 @@ class Stepper:
             self._arguments["recompute"] = True
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
+
+    def capture(self, capture: Capture | None = None) -> None:
+        """Take passes and steps of the optimiser as CUDA graphs from now on, where they can be."""
+        capture_steps(self.optimiser.members, capture)
+        if self.why_not_captured() is None:
+            observers = [m for m in self.optimiser.members if isinstance(m, Capturable)]
+            self.graph = GradientGraph(self.model.parameters(), observers, capture)
+
+    def why_not_captured(self) -> str | None:
+        """The first reason why the passes of a step cannot be captured, or None."""
+        config = self.config
+        reasons = {
+            "a step has several micro-batches": (config.accumulate or 1) > 1,
+            "the loss is scaled by what was finite": self.scaling is not None,
+            "its queries and keys are observed": self.stability is not None,
+            "its layers follow singular vectors": bool(self.power_iterated),
+            "its backward pass computes blocks again": config.recompute != "none",
+            "ScoreTrust samples it": any(isinstance(m, ScoreTrust) for m in self.optimiser.members),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
@@ -242,11 +268,25 @@ class Stepper:
             self.stability.reset()
         for number, (part, own) in enumerate(zip(parts, counts, strict=True)):
             part = part.to(self.device)
+            if self.graph is not None:
+                losses.append(self._replayed_part(self.graph, part, step, own))
+                continue
             hidden = self._hidden_of_part(part, step, number)
             stability = self.stability
             penalty = None if stability is None else partial(stability.penalty, own / count)
             losses.append(self._backward_of_part(hidden, part.targets, own, count, penalty))
         return torch.stack(losses).sum() / count
+
+    def _replayed_part(self, graph: GradientGraph, part: Batch, step: int, own: int) -> Tensor:
+        """The gradient of a step of one micro-batch; the sum of its losses."""
+
+        def run(batch: Batch) -> Tensor:
+            return self._backward_of_part(
+                self._forward(batch), batch.targets, own, max(1, own), None
+            )
+
+        with self._noise(step, 0):
+            return graph(run, part, own)
 
     def _backward_of_part(
         self, hidden: Tensor, targets: Tensor, own: int, count: int, penalty: Penalty
@@ -300,15 +340,22 @@ class Stepper:
         """The input of the LM head of micro-batch number ``part`` of a step."""
         if self.stability is not None:
             self.stability.begin_pass(batch)
+        with self._noise(step, part):
+            return self._forward(batch)
+
+    @contextmanager
+    def _noise(self, step: int, part: int) -> Iterator[None]:
+        """Context manager: the random numbers of micro-batch number ``part`` of a step."""
         cuda = [self.device] if self.device.type == "cuda" else []
-        embedding = None if self.config.compile else self.model.tied_embedding
-        with (
-            torch.random.fork_rng(devices=cuda),
-            self.autocast(),
-            sparse_embedding_gradient(embedding),
-        ):
+        with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(mix(self.seed, step, part))
-            packed = {} if batch.segments is None else {"segments_BT": batch.segments}
+            yield
+
+    def _forward(self, batch: Batch) -> Tensor:
+        dense = self.config.compile or self.graph is not None
+        embedding = None if dense else self.model.tied_embedding
+        packed = {} if batch.segments is None else {"segments_BT": batch.segments}
+        with self.autocast(), sparse_embedding_gradient(embedding):
             return self.forward(batch.inputs, return_hidden=True, **self._arguments, **packed)
 
 

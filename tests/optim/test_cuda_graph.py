@@ -1,20 +1,15 @@
 """fenchel/optim/cuda_graph.py: a replayed step has the bits of the step itself.
 
-Elsewhere than on a GPU the recorder below stands in for a CUDA graph: it keeps the operations with
-the memory and the numbers of the captured step, and repeats exactly those. A step that branches on
-the host, reads a number of the device, or takes a value of this step from anywhere but its two
-arguments gives other weights there, or an error.
+Elsewhere than on a GPU a recorder stands in for a CUDA graph (tests/recorded_graph.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import CombinedOptimiser, OptimConfig, build_optimiser
@@ -22,73 +17,14 @@ from fenchel.optim.cuda_graph import (
     Capturable,
     Capture,
     StepGraph,
-    capture_graph,
     capture_steps,
     run_step,
     run_with_scalars,
     why_not_captured,
 )
+from tests.recorded_graph import record
 
 STEPS = 7
-
-
-class Recording(TorchDispatchMode):
-    """The operations on tensors, with all that they read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.made: set[int] = set()
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_local_scalar_dense" in str(func) or "is_nonzero" in str(func):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        keywords = kwargs or {}
-        for argument, x in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._save(x if isinstance(x, list | tuple) else [x])
-        if (out := keywords.get("out")) is not None:
-            self._save([out])
-        result = func(*args, **keywords)
-        views = any(r.alias_info is not None for r in func._schema.returns)
-        if not views:
-            self.made |= {x.untyped_storage()._cdata for x in _tensors(result)}
-        self.calls.append((func, args, keywords, result))
-        return result
-
-    def _save(self, written: Any) -> None:
-        for x in written:
-            if x.untyped_storage()._cdata not in self.made:
-                self.before.setdefault(id(x), (x, x.clone()))
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    for x in result if isinstance(result, list | tuple) else [result]:
-        if isinstance(x, Tensor):
-            yield x
-
-
-def record(run: Callable[[], None], _: torch.device) -> Callable[[], None]:
-    """A capture: what it has written is undone, and a replay writes where it wrote."""
-    with Recording() as recording:
-        run()
-    for x, before in reversed(recording.before.values()):
-        x.copy_(before)
-
-    def replay() -> None:
-        for func, args, keywords, result in recording.calls:
-            again = func(*args, **keywords)
-            if all(r.alias_info is None for r in func._schema.returns):
-                for x, now in zip(_tensors(result), _tensors(again), strict=True):
-                    x.copy_(now)
-
-    return replay
-
-
-@pytest.fixture
-def capture(device: str) -> Capture:
-    return capture_graph if device == "cuda" else record
 
 
 def built(kind: str, device: str, **settings: Any) -> tuple[Transformer, CombinedOptimiser]:
@@ -258,17 +194,3 @@ def test_steps_that_the_host_decides_are_refused(device: str) -> None:
     assert "frobenius" in str(graph.reason)
     score.step()  # nothing has a gradient
     assert graph.reason == why_not_captured(score.prepare()) == "no parameter has a gradient"
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("wanted", [False, True])
-def test_the_setting_captures_the_steps_of_models_on_a_gpu(
-    on_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", on_gpu, raising=False)
-    model = Transformer(ModelConfig(vocabulary=31, width=32, layers=1))
-    optimiser = build_optimiser(model, OptimConfig(cuda_graph=wanted))
-    muon, adamw = optimiser.members
-    assert isinstance(muon, Capturable)
-    assert isinstance(muon.runner, StepGraph) == (on_gpu and wanted)
-    assert not isinstance(adamw, Capturable)

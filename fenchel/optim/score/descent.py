@@ -22,7 +22,7 @@ they have brought the scores out of the ball, a step begins by scaling them back
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +185,16 @@ class ScoreDescent(Capturable):
         momenta = [self.state[row.weight][key] for row in rows]
         foreach_lerp_(momenta, list(gradient.unbind()), 1.0 - mu)
         return gradient.lerp(torch.stack(momenta), mu)
+
+    def replayed(self) -> Callable[[], None]:
+        """What gives the probes the samples of a captured pass again."""
+        parts = [probe.replayed() for own in self.pair_probes for probe in own.probes.values()]
+
+        def leave() -> None:
+            for part in parts:
+                part()
+
+        return leave
 
     def score_stats(self) -> dict[str, HeadStats]:
         """The effect of the last step on the scores, by the name of the layer."""

@@ -32,7 +32,7 @@ Shapes: L layers, n sequences, T positions, m sampled queries, M inputs (one mor
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -119,6 +119,10 @@ class LayerReader:
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once."""
+        raise NotImplementedError
+
+    def replayed(self) -> Callable[[], None]:
+        """What leaves the sample of a captured pass again, after a replay of its graph."""
         raise NotImplementedError
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
@@ -228,6 +232,16 @@ class Probe(LayerReader):
         if self.view is None or self.view.shape[:2] != (n, T):
             self.view = self.buffer[: n * T].view(n, T, self.width)
         return LayerInput(self.view, crop_angles(angles, n, T), _pair_mask(mask, n, T))
+
+    def replayed(self) -> Callable[[], None]:
+        """What sets the record of a captured pass, whose replays write where it wrote."""
+        record, counted, copy = self.record, self.counted, self.copy
+
+        def leave() -> None:
+            self._forget()
+            self.record, self.counted, self.copy = record, counted, copy
+
+        return leave
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once; the next pass overwrites its memory."""
