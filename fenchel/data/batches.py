@@ -13,7 +13,7 @@ tokens are not a target in an epoch; which ones depends on the offset.
 A batch has B rows of T = context positions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -41,8 +41,15 @@ class Batch(NamedTuple):
                 return x.to(device)
             return x.pin_memory().to(device, non_blocking=True)
 
-        segments = None if self.segments is None else moved(self.segments)
-        return Batch(moved(self.inputs), moved(self.targets), segments)
+        return self._each(moved)
+
+    def pinned(self) -> "Batch":
+        """The batch in memory from which a GPU copies while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        segments = None if self.segments is None else change(self.segments)
+        return Batch(change(self.inputs), change(self.targets), segments)
 
     def rows(self, first: int, last: int) -> "Batch":
         """Some of its rows."""

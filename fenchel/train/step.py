@@ -227,7 +227,7 @@ class Stepper:
         ):
             mean = self._gradient(batch, step)
         if self.device.type == "cuda":  # it computes meanwhile; the host waits for the norm alone
-            self._ahead = step + 1, self.batches.at(step + 1)
+            self._ahead = step + 1, self.batches.at(step + 1).pinned()
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
         loss = float(mean)
         if math.isfinite(loss) and math.isfinite(norm):

@@ -391,7 +391,7 @@ def test_a_step_has_as_few_micro_batches_as_the_memory_has_room_for(
 def test_the_micro_batches_of_a_run_are_recorded(text: Path, tmp_path: Path) -> None:
     pipeline.begin(config_of(text), tmp_path / "run", Silent())
     train = RunDir(tmp_path / "run").read_settings()["train"]
-    assert (train["accumulate"], train["compile"]) == (1, False)
+    assert [train[name] for name in ("accumulate", "compile", "cuda_graph")] == [1, False, False]
 
 
 @pytest.mark.parametrize(
@@ -427,6 +427,25 @@ def test_blocks_are_compiled_where_a_gpu_is_busy_for_a_minute(
 def test_compiling_that_is_asked_for_needs_no_gpu() -> None:
     config = settings({"train": {"compile": True}})
     assert preparation.compiles_blocks(config, CPU, 1, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("given", "captured"),
+    [
+        ({}, True),
+        ({"preset": "tinyllama", "train": {"batch": 4}}, True),
+        ({"preset": "tinyllama", "train": {"batch": 64}}, False),
+        ({"model": {"experts": 4}}, False),
+        ({"model": {"choice": "hard"}}, False),
+        ({"train": {"entropy_floor": 1.0}}, False),
+        ({"train": {"cells": 4}}, False),
+        ({"train": {"cuda_graph": False}}, False),
+    ],
+)
+def test_short_steps_on_a_gpu_are_graphs(given: dict[str, Any], captured: bool) -> None:
+    config = settings({"preset": "gpt2", **given})
+    assert preparation.captures_steps(config, GPU, ALONE) is captured
+    assert not preparation.captures_steps(config, CPU, ALONE)
 
 
 def test_a_large_model_that_reads_a_short_text_many_times_says_so() -> None:
