@@ -31,7 +31,9 @@ R is the length that 99 % of the a_i do not reach, and |a_i| is at most 0.95 R. 
 rotated by a random orthogonal matrix, so that no entry of the stream is special, and e is scaled to
 entries of size ``SIZE``, which the norms ignore: it is the size that AdamW's steps are measured by.
 Where the LM head is tied to the embedding, only e is used: its rows are near each other when the
-tokens are followed by the same ones, which is a better start than none (docs/log.md).
+tokens are followed by the same ones, which is a better start than none (docs/log.md). There the
+size is that of the logits too, SIZE M for a token after itself, and is reduced until it is at most
+``SELF_LOGIT``: otherwise a wide model begins by repeating its input with certainty.
 
 The decomposition is that of Halko, Martinsson and Tropp (2011): a random range finder with power
 iterations. X is a sparse matrix minus one of rank one, and is never written out: the cost grows
@@ -54,6 +56,8 @@ PRIOR = 300.0
 """k: how many counts of p are added to those of a row."""
 SIZE = 0.3
 """Root mean square of the entries of the embedding."""
+SELF_LOGIT = 16.0
+"""Largest logit of a token after itself where the LM head is tied to the embedding."""
 LARGEST_COUNT = 2**22
 """Tokens that are counted at most, in blocks from all over the text."""
 _BLOCK = 2**12
@@ -88,7 +92,8 @@ def start_from_bigrams(
     """
     V, M = model.embed.weight.shape
     factors = bigram_factors(ids, V, M, generator, device)
-    model.embed.weight.copy_(SIZE * factors.embedding)
+    size = SIZE if model.lm_head is not None else min(SIZE, SELF_LOGIT / M)
+    model.embed.weight.copy_(size * factors.embedding)
     if model.lm_head is not None:
         model.lm_head.weight.copy_(factors.lm_head / model.config.logit_scale)
 

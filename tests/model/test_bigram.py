@@ -116,6 +116,17 @@ def test_tokens_with_the_same_successors_are_near_in_a_tied_model() -> None:
     assert near.tolist() == [1, 0, 3, 2, 5, 4]
 
 
+@pytest.mark.parametrize("width", [32, 256])
+def test_a_wide_tied_model_does_not_begin_by_repeating_its_input(
+    ids: np.ndarray, width: int
+) -> None:
+    model = Transformer(ModelConfig(vocabulary=V, width=width, tied=True, positions="rotary"))
+    start_from_bigrams(model, ids, seeded())
+    logits = model(torch.arange(V)[:, None])[:, 0]
+    largest = min(bigram.SIZE * width, bigram.SELF_LOGIT)
+    torch.testing.assert_close(logits.diagonal(), torch.full((V,), largest), rtol=1e-2, atol=0.0)
+
+
 def test_models_whose_logits_are_no_product_with_one_matrix_are_left_alone() -> None:
     for settings in ({"logit_softcap": 30.0}, {"embedding_width": 8}, {"lm_head_bias": True}):
         assert not applies_to(Transformer(ModelConfig(vocabulary=V, width=16, **settings)))
