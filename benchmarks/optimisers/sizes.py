@@ -131,7 +131,7 @@ SIZES = {
         steps=400,
         seeds=(1, 2),
         threads=1,
-        contest=(("linux_c", 250, 12), ("linux_rst", 250, 0)),
+        contest=(("linux_c", 250, 7), ("linux_rst", 250, 0)),
         contest_seeds=(31, 32),
     ),
     "small": Size(
