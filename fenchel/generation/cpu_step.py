@@ -179,9 +179,13 @@ class PlainRMSNorm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """(N, M) -> (N, M)."""
-        r = vector_norm(x, 2, -1, True)
-        r = torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1]).rsqrt_()
-        return x.mul(r).mul_(self.weight)
+        N, M = x.shape
+        if N == 1:
+            mean = torch.addmm(self.epsilon, x, x.t(), alpha=1.0 / M)
+        else:
+            r = vector_norm(x, 2, -1, True)
+            mean = torch.addcmul(self.epsilon, r, r, value=1.0 / M)
+        return x.mul(mean.rsqrt_()).mul_(self.weight)
 
 
 Norm = PlainRMSNorm | PlainNorm
@@ -410,7 +414,7 @@ class CpuForward:
                 cos, sin = self.rotary_table.between(position, end, x)
             else:
                 cos, sin = self.rotary_table.at(position.unsqueeze(1), end, x)
-            rotary = cos.to(x.dtype), sin.to(x.dtype)
+            rotary = (cos, sin) if cos.dtype == x.dtype else (cos.to(x.dtype), sin.to(x.dtype))
         for number, block in enumerate(self.blocks):
             qkv = block.qkv(block.attention_norm(x))
             if rotary is None:
