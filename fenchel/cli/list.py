@@ -1,6 +1,7 @@
 """fenchel list: built-in texts, presets, families, checkpoints of the cache, runs with results."""
 
 import json as json_format
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +158,8 @@ def checkpoints() -> Listed:
         note = str(row["note"])
         served = "every command"
         if note:
-            through = "inspect, lens, ablate, patch, attach"
-            served = through if "through transformers" in note else "none"
+            through = re.search("; fenchel (.+) reads? it through transformers", note)
+            served = through[1].replace(" and ", ", ") if through else "none"
         elif not (one.path / "tokenizer.json").exists():
             served, row["note"] = "convert", "tokenizer.json is missing, and no text is read."
         row |= {"path": str(one.path), "name": one.name, "revision": one.revision}

@@ -5,9 +5,9 @@
 
 A small model that reads one token spends more time on calls than on arithmetic: each operation
 costs some microseconds however few numbers it has. Here a layer takes 31 operations instead of 41,
-8 of them views, and no modules in between. Norms, products and activations take tokens one by one,
-so the N tokens of a pass belong to any sequences, one after another without padding; each attends
-to its own row of the cache.
+8 of them views, and no modules in between; for one token 28. Norms, products and activations take
+tokens one by one, so the N tokens of a pass belong to any sequences, one after another without
+padding; each attends to its own row of the cache.
 
 **Products** are those of torch on the weights as they are, or oneDNN's on packed weights: a copy in
 a layout of its own, whose products add the stream, apply the activation or multiply by the gate
@@ -26,6 +26,7 @@ the MLP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from fenchel.generation.plain_decoder import (
     why_not_plain,
 )
 from fenchel.generation.steering import ChoiceTable
-from fenchel.model import Transformer
+from fenchel.model import ModelConfig, Transformer
 from fenchel.model.forward_context import Observer
 from fenchel.model.mlp import ACTIVATIONS, gelu_tanh
 from fenchel.model.rotary_table import RotaryTable
@@ -106,12 +107,13 @@ class PlainLinear(NamedTuple):
     transposed: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """f(x W^T + b)."""
+    def __call__(
+        self, x: Tensor, activation: Activation | None = None, y: Tensor | None = None
+    ) -> Tensor:
+        """f(x W^T + b); what f takes is in the memory of y where that is given."""
         # The layout of a result decides how BLAS computes the product: for a few tokens it is up to
         # twice as fast if their entries are adjacent.
-        y = None
-        if (N := x.shape[0]) in TRANSPOSED:
+        if y is None and (N := x.shape[0]) in TRANSPOSED:
             y = x.new_empty(self.transposed.shape[1], N).t()
         if self.bias is None:
             y = torch.mm(x, self.transposed, out=y)
@@ -179,9 +181,13 @@ class PlainRMSNorm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """(N, M) -> (N, M)."""
-        r = vector_norm(x, 2, -1, True)
-        r = torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1]).rsqrt_()
-        return x.mul(r).mul_(self.weight)
+        N, M = x.shape
+        if N == 1:
+            mean = torch.addmm(self.epsilon, x, x.t(), alpha=1.0 / M)
+        else:
+            r = vector_norm(x, 2, -1, True)
+            mean = torch.addcmul(self.epsilon, r, r, value=1.0 / M)
+        return x.mul(mean.rsqrt_()).mul_(self.weight)
 
 
 Norm = PlainRMSNorm | PlainNorm
@@ -200,6 +206,33 @@ class CpuBlock(NamedTuple):
     gate: Linear | None
     up: Linear
     down: Linear
+
+
+class OneTokenHeads:
+    """Rotated queries and keys, and values, of one token, in memory whose views are made once.
+
+    The rotation of (a, b) is (a, b) (c, c) + (b, a) (-s, s): each half adds the other.
+    """
+
+    def __init__(self, config: ModelConfig, like: Tensor) -> None:
+        H, G, D = config.heads, config.groups, config.head_width
+        self.qkv = like.new_empty(1, (H + 2 * G) * D)
+        self.qk, self.v = self.qkv.view(1, H + 2 * G, 1, D).split_with_sizes((H + G, G), 1)
+        self.first, self.second = self.qk.chunk(2, -1)
+        self.rotated = torch.empty_like(self.qk)
+        self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
+        self.q, self.k = self.rotated.split_with_sizes((H, G), 1)
+
+    def __call__(
+        self, cos: Tensor, minus_s: Tensor, s: Tensor, linear: Linear, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the stream after the norm; the next call overwrites them."""
+        assert isinstance(linear, PlainLinear)
+        linear(y, None, self.qkv)
+        torch.mul(self.qk, cos, out=self.rotated)
+        self.rotated_first.addcmul_(self.second, minus_s)
+        self.rotated_second.addcmul_(self.first, s)
+        return self.q, self.k, self.v
 
 
 class CpuForward:
@@ -232,6 +265,7 @@ class CpuForward:
             for layer in map(block_weights, model.blocks)
         ]
         self.lm_head = linear(LinearWeights(model.lm_head_weight.t(), None))
+        self.one_token_heads = OneTokenHeads(self.config, self.embed) if rotary else None
         specs = (layer.spec for layer in model.attention_layers())
         self.attention: list[dict[str, Any]] = [dict(spec) for spec in specs]
         """How the layers attend: the settings of ``attend``."""
@@ -395,7 +429,6 @@ class CpuForward:
         block computes keys and values alone.
         """
         c, N = self.config, token_N.shape[0]
-        H, G, D = c.heads, c.groups, c.head_width
         P = self._rows(N)  # rows beyond N are computed and not used
         if P == N:
             x = self.embed.index_select(0, token_N)
@@ -410,23 +443,16 @@ class CpuForward:
                 cos, sin = self.rotary_table.between(position, end, x)
             else:
                 cos, sin = self.rotary_table.at(position.unsqueeze(1), end, x)
-            rotary = cos.to(x.dtype), sin.to(x.dtype)
+            rotary = (cos, sin) if cos.dtype == x.dtype else (cos.to(x.dtype), sin.to(x.dtype))
+        heads: Callable[[Linear, Tensor], Sequence[Tensor]] = partial(self._heads, rotary, N)
+        if P == 1 and rotary is not None and self.one_token_heads is not None:
+            cos, (minus_s, s) = rotary[0], rotary[1].chunk(2, -1)
+            heads = partial(self.one_token_heads, cos, minus_s, s)
         for number, block in enumerate(self.blocks):
-            qkv = block.qkv(block.attention_norm(x))
-            if rotary is None:
-                qkv = qkv.contiguous()  # rotated queries are; the fused attention needs it
-            heads = qkv.view(P, H + 2 * G, 1, D)
-            heads = heads if P == N else heads[:N]
-            if rotary is None:
-                q, k, v = heads.split_with_sizes((H, G, G), 1)
-            else:
-                cos, sin = rotary
-                qk, v = heads.split_with_sizes((H + G, G), 1)
-                qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
-                q, k = qk.split_with_sizes((H, G), 1)
+            q, k, v = heads(block.qkv, block.attention_norm(x))
             o = attend(number, q, k, v)
             if o.dtype != x.dtype or P != N:
-                attended, o = o, x.new_zeros(P, H * D)
+                attended, o = o, x.new_zeros(P, o.shape[1])
                 o[:N] = attended
             if wanted is not None and number == len(self.blocks) - 1:
                 N = len(wanted)
@@ -445,6 +471,23 @@ class CpuForward:
                 last = wanted is not None and number == len(self.blocks) - 1
                 x[:N] += v_NM[wanted] if last else v_NM
         return self.norm(x if P == N else x[:N])
+
+    def _heads(
+        self, rotary: tuple[Tensor, Tensor] | None, N: int, linear: Linear, y: Tensor
+    ) -> Sequence[Tensor]:
+        """Rotated q (N, H, 1, D) and k (N, G, 1, D), and v, of the stream after the norm."""
+        H, G, D = self.config.heads, self.config.groups, self.config.head_width
+        qkv = linear(y)
+        if rotary is None:
+            qkv = qkv.contiguous()  # rotated queries are; the fused attention needs it
+        heads = qkv.view(-1, H + 2 * G, 1, D)
+        heads = heads if heads.shape[0] == N else heads[:N]
+        if rotary is None:
+            return heads.split_with_sizes((H, G, G), 1)
+        cos, sin = rotary
+        qk, v = heads.split_with_sizes((H + G, G), 1)
+        qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+        return *qk.split_with_sizes((H, G), 1), v
 
     def _rows(self, N: int) -> int:
         """The rows of a product of N tokens."""

@@ -38,7 +38,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,9 +57,11 @@ from fenchel.generation.sampling import (
     MOST_LOGPROBS,
     NOT_FINITE,
     Penalties,
+    RepeatedDraws,
     RowSampling,
     Sampling,
     draw,
+    likeliest,
     log_probabilities,
 )
 from fenchel.generation.steering import Steering, aim_below, within_budget
@@ -280,7 +281,7 @@ class Scheduler:
         self._shortest = False
         """Whether the last chunk was of the prompt with the fewest tokens left."""
         self._launched: LaunchedStep | None = None
-        self._settings: tuple[tuple[Job, ...], RowSampling] | None = None
+        self._settings: tuple[Sequence[Job], RowSampling, RepeatedDraws] | None = None
 
     @property
     def busy(self) -> bool:
@@ -788,9 +789,7 @@ class Scheduler:
             ]
             logits_JV = torch.cat([row.float() for row in rows])
         if not logits_JV.is_cuda and all(job.request.sampling.temperature == 0.0 for job in jobs):
-            top_J, token_J = logits_JV.max(-1)  # the same as ``draw``, in fewer operations
-            pairs = zip(top_J.tolist(), token_J.tolist(), strict=True)
-            tokens = [token if isfinite(top) else -1 for top, token in pairs]
+            tokens = likeliest(logits_JV)
         else:
             tokens = self._drawn(jobs, logits_JV)
         for job, token in zip(jobs, tokens, strict=True):
@@ -799,12 +798,13 @@ class Scheduler:
         return tokens
 
     def _drawn(self, jobs: Sequence[Job], logits_JV: Tensor) -> list[int]:
-        if self._settings is None or self._settings[0] != tuple(jobs):
-            rows = [(job.request.sampling, job.request.seed) for job in jobs]
-            moved = (x.to(self.device) for x in RowSampling.of(rows))
-            self._settings = tuple(jobs), RowSampling(*moved)
+        if self._settings is None or self._settings[0] != jobs:
+            rows = RowSampling.of([(job.request.sampling, job.request.seed) for job in jobs])
+            moved = RowSampling(*(x.to(self.device) for x in rows))
+            self._settings = jobs, moved, RepeatedDraws(rows)
         n_J = torch.tensor([len(job.ids) for job in jobs], device=self.device)
-        tokens: list[int] = draw(logits_JV, self._settings[1], n_J).tolist()
+        _, settings, repeated = self._settings
+        tokens: list[int] = draw(logits_JV, settings, n_J, repeated).tolist()
         return tokens
 
     def _take(self, job: Job, token: int, score: "_Score", trace: TokenTrace | None) -> int | None:

@@ -21,7 +21,9 @@ next token and p1 that of the steered row; the token is drawn from
       ~ p0 (p1 / p0)^lam,                       lam <= 1 the largest within the budget
 
 which is the definition of attention's weights with the law of the unsteered model as the prior
-(choice/kl_budget.py). Temperature, penalties and truncation come after it.
+(choice/kl_budget.py). Temperature, penalties and truncation come after it. A token that p0 excludes
+has no part in p. One that p1 excludes has none at any lam > 0, so that KL(p || p0) is at least
+-log p0(the tokens that both have); where this is above kappa, lam is 0 and p is p0.
 
 B rows, T new tokens, S keys, H heads, M width of the stream, V vocabulary. KL in nats.
 """
@@ -348,11 +350,16 @@ def within_budget(steered_BV: Tensor, unsteered_BV: Tensor, kappa_B: Tensor) -> 
     (tensor([[0.7198, 0.2802]]), tensor(0.1000))
     """
     p0_BV, p1_BV = (to_float64(z).log_softmax(-1) for z in (unsteered_BV, steered_BV))
-    gain_BV = torch.where(p0_BV == -torch.inf, 0.0, p1_BV - p0_BV)
-    lam_B = beta_for_budget(gain_BV, to_float64(kappa_B), p0_BV).clamp(max=1.0)
-    mixed_BV = p0_BV + torch.where(gain_BV == -torch.inf, gain_BV, lam_B.unsqueeze(-1) * gain_BV)
+    excluded_BV = (p0_BV == -torch.inf) | (p1_BV == -torch.inf)
+    lost_B = p0_BV.exp().where(excluded_BV, 0.0).sum(-1)
+    # KL(p || p0) is that to p0 among the tokens that both have, and -log of their share in p0.
+    left_B = to_float64(kappa_B) + torch.log1p(-lost_B.clamp(max=1.0))
+    gain_BV = (p1_BV - p0_BV).masked_fill(excluded_BV, -torch.inf)
+    lam_B = beta_for_budget(gain_BV, left_B.clamp(min=0.0), p0_BV).clamp(max=1.0)
+    moved_BV = (p0_BV + lam_B.unsqueeze(-1) * gain_BV).masked_fill(excluded_BV, -torch.inf)
+    law_BV = torch.where((left_B < 0.0).unsqueeze(-1), p0_BV, moved_BV).log_softmax(-1)
     wide = torch.promote_types(steered_BV.dtype, torch.float32)
-    return mixed_BV.log_softmax(-1).to(wide).to(steered_BV.device)
+    return law_BV.to(wide).to(steered_BV.device)
 
 
 def aim_below(kappa_B: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ round looks among those. Temperature 0 takes the first largest z.
 
     z = z_b + (1 - lam) (z_u - z_b),    lam <= 1 the largest with KL(p || p_u) <= kappa
 
-over the tokens that both laws p and p_u have. KL rises with lam, and sqrt(2 KL) is a straight line
-near 0: a few steps of Newton's method, confined between two bounds, each a pass over both rows.
-Sums are float32, so lam is accepted from kappa (1 - 1e-4) on. The row u reads the token of b and
-draws none: prior[u] = -1. Of every other row the prior is the row itself.
+over the tokens that both laws p and p_u have, or z = z_u where the loss of the others alone is
+above kappa: -log p_u(the tokens that both have). KL rises with lam, and sqrt(2 KL) is a straight
+line near 0: a few steps of Newton's method, confined between two bounds, each a pass over both
+rows. Sums are float32, so lam is accepted from kappa (1 - 1e-4) on. The row u reads the token of b
+and draws none: prior[u] = -1. Of every other row the prior is the row itself.
 
 x depends on the seed of the row, the position n of the token and on v alone: not on other rows, and
 not on what was drawn before. ``draw`` of generation/sampling.py defines the same in torch. n is the
@@ -106,48 +107,62 @@ def _ordered(z):
 
 @triton.jit
 def _logit(z_ptr, u_ptr, share_u, mixed, v, V):
-    """z of the tokens v, -inf beyond the vocabulary; ``share_u`` is 1 - lam."""
+    """z of the tokens v, -inf beyond the vocabulary.
+
+    ``share_u`` is 1 - lam; above 1 it stands for z_u, also at tokens that the row does not have.
+    """
     z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
     if mixed:
         z_u = tl.load(u_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
         none = (z == -float("inf")) | (z_u == -float("inf"))
         z = tl.where(none, -float("inf"), z + share_u * (z_u - z))
+        z = tl.where(share_u > 1.0, z_u, z)
     return z
 
 
 @triton.jit
 def _pair(z_ptr, u_ptr, top_z, top_u, v, V):
-    """Whether both laws have the tokens v, log p_u and log p - log p_u but for constants."""
+    """Whether both laws have the tokens v, log p_u and log p - log p_u but for constants.
+
+    And log p_u of those that only p_u has; NaN where z is not finite above.
+    """
     z = tl.load(z_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
     z_u = tl.load(u_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
     both = (z > -float("inf")) & (z_u > -float("inf"))
     log_u = tl.where(both, z_u - top_u, -float("inf"))
-    return both, log_u, tl.where(both, (z - top_z) - (z_u - top_u), 0.0)
+    only_u = tl.where(z == -float("inf"), -float("inf"), z * 0.0 - float("inf"))
+    only_u = tl.where((z == -float("inf")) & (z_u > -float("inf")), z_u - top_u, only_u)
+    return both, log_u, tl.where(both, (z - top_z) - (z_u - top_u), 0.0), only_u
 
 
 @triton.jit
 def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):
-    """lam of a row and its prior."""
+    """lam of a row and its prior; -1 where the law is that of the prior."""
     lane = tl.arange(0, BLOCK)
     low = -float("inf")
     top_z = tl.full((BLOCK,), low, tl.float32)
     top_u = tl.full((BLOCK,), low, tl.float32)
+    top = tl.full((BLOCK,), low, tl.float32)
     for start in range(0, V, BLOCK):
-        both, z_u, d = _pair(z_ptr, u_ptr, 0.0, 0.0, start + lane, V)
+        z = tl.load(z_ptr + start + lane, mask=start + lane < V, other=low).to(tl.float32)
+        top = tl.maximum(top, z)
+        both, z_u, d, _ = _pair(z_ptr, u_ptr, 0.0, 0.0, start + lane, V)
         top_z = tl.maximum(top_z, tl.where(both, z_u + d, low))
         top_u = tl.maximum(top_u, z_u)
     top_z = tl.max(top_z, 0)
     top_u = tl.max(top_u, 0)
 
     sum_u = tl.zeros((BLOCK,), tl.float32)
+    lost = tl.zeros((BLOCK,), tl.float32)
     gain_u = tl.zeros((BLOCK,), tl.float32)
     square_u = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
     gain_z = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
-        both, log_u, d = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
+        both, log_u, d, only_u = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
         w = tl.exp(log_u)
         sum_u += w
+        lost += tl.exp(only_u)
         gain_u += w * d
         square_u += w * d * d
         w = tl.exp(log_u + d)
@@ -159,7 +174,7 @@ def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):
     at_1 = tl.sum(sum_z, 0).to(tl.float64)
     kl = tl.sum(gain_z, 0).to(tl.float64) / at_1 - tl.log(at_1 / total)
 
-    budget = kappa.to(tl.float64)
+    budget = kappa.to(tl.float64) + tl.log(total / (total + tl.sum(lost, 0)))
     goal = budget * (1.0 - 5e-5)
     below = tl.where(kl <= budget, 1.0, 0.0).to(tl.float64)
     above = tl.full((), 1.0, tl.float64)
@@ -171,7 +186,7 @@ def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):
         gain_w = tl.zeros((BLOCK,), tl.float32)
         square_w = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            both, log_u, d = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
+            both, log_u, d, _ = _pair(z_ptr, u_ptr, top_z, top_u, start + lane, V)
             w = tl.exp(log_u + lam.to(tl.float32) * d)
             d -= centre
             sum_w += w
@@ -190,7 +205,7 @@ def _strength(z_ptr, u_ptr, kappa, V, BLOCK: tl.constexpr):
         enough = within & (kl >= budget * (1.0 - 1e-4))
         steps = tl.where(enough, NEWTON_STEPS, steps + 1)
         lam = tl.where(inside, trial, 0.5 * (below + above))
-    return below.to(tl.float32)
+    return tl.where((budget < 0.0) & (tl.max(top, 0) > low), -1.0, below).to(tl.float32)
 
 
 @triton.jit

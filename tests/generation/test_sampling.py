@@ -23,8 +23,10 @@ from fenchel.generation.sampling import (
     DEFAULTS,
     MOST_BIASED,
     MOST_LOGPROBS,
+    RepeatedDraws,
     apply_repetition_penalty,
     exponentials,
+    likeliest,
     random_words,
     resolve_sampling,
     seed_key,
@@ -267,6 +269,34 @@ def test_random_words_are_those_of_splitmix64() -> None:
         halves = [half for x in pairs for half in (x & 0xFFFFFFFF, x >> 32)][:V]
         found = random_words(seed_key(torch.tensor([seed])), torch.tensor([n]), V)[0]
         assert [x & 0xFFFFFFFF for x in found.tolist()] == halves
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{}],
+        [{"top_p": 0.9}],
+        [{"top_k": 5}],
+        [{"min_p": 0.3}],
+        [{"temperature": 0.0}],
+        [{"temperature": 0.0}, {}],
+        [{"temperature": 0.7}, {"top_p": 0.8, "temperature": 0.0}, {"min_p": 0.2}, {"top_k": 3}],
+    ],
+    ids=str,
+)
+def test_repeated_draws_are_those_of_single_ones(rows: list[dict[str, Any]]) -> None:
+    """Also where a position comes again, is left out, or is before the last one."""
+    chosen = RowSampling.of([(Sampling(**row), 3 + i) for i, row in enumerate(rows)])
+    repeated, B = RepeatedDraws(chosen), len(rows)
+    z_NBV = 2 * torch.randn(60, B, 900, generator=seeded(2))
+    z_NBV[7, 0, 5] = torch.nan
+    positions = [*range(4, 44), 43, 41, 60, 58, 2]
+    for n, z_BV in zip(positions, z_NBV, strict=False):
+        n_B = n + 10 * torch.arange(B)
+        expected = draw(z_BV, chosen, n_B)
+        assert torch.equal(draw(z_BV, chosen, n_B, repeated), expected)
+        if all(row.get("temperature") == 0.0 for row in rows):
+            assert likeliest(z_BV.bfloat16()) == draw(z_BV.bfloat16(), chosen, n_B).tolist()
 
 
 def test_exponential_variables_have_their_distribution() -> None:

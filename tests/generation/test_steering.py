@@ -381,6 +381,39 @@ def test_a_word_that_neither_law_allows_stays_forbidden() -> None:
     assert bool(law[0, :2].isfinite().all())
 
 
+def test_words_that_one_law_excludes_keep_the_budget() -> None:
+    """What p1 excludes is lost where kappa pays for it; else the law is p0."""
+    draw = torch.Generator().manual_seed(5)
+    p0, p1 = (3 * torch.randn(4_000, 9, generator=draw).double() for _ in range(2))
+    for z, share in ((p0, 0.1), (p1, 0.3)):
+        z[torch.rand(z.shape, generator=draw) < share] = -torch.inf
+    p0[:2, :5], p1[:2, 5:], p1[2] = -torch.inf, -torch.inf, p0[2]  # no word in common; equal
+    some = p0.isfinite().any(-1) & p1.isfinite().any(-1)
+    p0, p1 = (z[some].log_softmax(-1) for z in (p0, p1))
+    kappa = 10 ** (4 * torch.rand(len(p0), generator=draw) - 3).double()
+    law = within_budget(p1, p0, kappa)
+    kl = torch.where(law == -torch.inf, 0.0, law.exp() * (law - p0)).sum(-1)
+    assert float((kl - kappa).max()) <= 1e-9
+    both = p0.isfinite() & p1.isfinite()
+    least = -p0.where(both, -torch.inf).logsumexp(-1)
+    over = least > kappa
+    assert min(int(over.sum()), int((~over & (least > 0.01)).sum())) > 500
+    torch.testing.assert_close(law[over], p0[over], atol=1e-12, rtol=0.0)
+    assert bool((law[~over].isfinite() == both[~over]).all())
+    # On the words that both have: p0 (p1 / p0)^lam, with lam = 1 or the whole budget spent.
+    at_1 = p1.where(both, -torch.inf).log_softmax(-1)
+    whole = torch.where(both, at_1.exp() * (at_1 - p0), 0.0).sum(-1)
+    paid = ~over & (whole > kappa)
+    torch.testing.assert_close(kl[paid], kappa[paid], atol=1e-7, rtol=1e-6)
+    free = ~over & (whole <= kappa)
+    torch.testing.assert_close(law[free], at_1[free], atol=1e-9, rtol=1e-9)
+    for row in paid.nonzero().squeeze(-1)[:200].tolist():
+        tilt, gain = ((x[row] - p0[row])[both[row]] for x in (law, p1))
+        lam = (tilt - tilt[0]) / (gain - gain[0])  # NaN at the first word
+        assert bool(((lam[1:] - lam[-1]).abs() < 1e-6).all())
+        assert -1e-9 <= float(lam[-1]) <= 1.0
+
+
 def test_words_are_found_with_all_bytes_of_their_characters() -> None:
     tokenizer = train_tokenizer(["war and peace " * 9], 270)
     end = tokenizer.end_id

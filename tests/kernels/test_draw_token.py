@@ -120,20 +120,27 @@ def test_strengths_keep_their_budget_and_reach_it(device: str) -> None:
 def test_a_row_with_a_budget_draws_between_two_laws_for_both(
     spread: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that one of the laws does not have are not drawn, and other rows are as before."""
+    """A token that a law does not have is drawn only where to leave it out is too far from the
+    prior; other rows are as before."""
     monkeypatch.setattr(draw_token, "BLOCK", 32)
     generator = torch.Generator().manual_seed(4)
     settings = [one for one in SETTINGS for _ in range(2)]
     z = spread * torch.randn(len(settings), 93, generator=generator)
     z[:, 40:] = -torch.inf
-    z[::2, 39] = z[::4, 38] = -torch.inf
+    z[::2, 39] = z[1::4, 38] = -torch.inf
+    z[6, ::2] = z[10, :39] = z[11, 39] = -torch.inf
+    z[12, :20] = z[13, 20:] = -torch.inf  # no token that both have
     budgets = {b: (b + 1, 0.02 * b) for b in range(0, len(settings) - 4, 2)}
     n = list(range(len(settings)))
     token, _ = both(z, settings, n, device, budgets)
     alone, _ = both(z, settings, n, device)
     first, second = token[:-4].view(-1, 2).unbind(1)
     assert torch.equal(first, second)
-    assert bool((first < 39).all())
+    fallback = torch.tensor([0, 3, 5, 6])  # pairs: without a budget, and with too much to lose
+    prior = z[1:-4:2].log_softmax(-1)
+    for pair, drawn in enumerate(first.tolist()):
+        assert prior[pair, drawn] > -torch.inf
+        assert (z[2 * pair, drawn] > -torch.inf) or pair in fallback
     assert torch.equal(token[-4:], alone[-4:])
     assert not torch.equal(token, alone)
 
@@ -143,12 +150,12 @@ def test_a_law_that_is_not_finite_marks_both_rows(
     bad: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draw_token, "BLOCK", 16)
-    z = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    z[1, 37] = z[2, 5] = bad
-    budgets = {0: (1, 0.1), 2: (3, 0.1), 4: (5, 0.1)}
-    _, marked = both(z, [Sampling()] * 6, [1] * 6, device, budgets)
-    assert marked[:4].tolist() == [-1] * 4
-    assert bool((marked[4:] >= 0).all())
+    z = torch.randn(10, 40, generator=torch.Generator().manual_seed(1))
+    z[6] = z[8, :38] = -torch.inf
+    z[1, 37] = z[2, 5] = z[8, 39] = bad
+    budgets = {b: (b + 1, 0.1) for b in range(0, 10, 2)}
+    _, marked = both(z, [Sampling()] * 10, [1] * 10, device, budgets)
+    assert (marked >= 0).nonzero().squeeze(-1).tolist() == [4, 5]
 
 
 def test_registers_of_a_hopper_gpu_suffice() -> None:

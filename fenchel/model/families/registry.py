@@ -99,8 +99,10 @@ def family_of(
     if any(family.name == model_type for family in FAMILIES):
         raise ValueError(f"{kind} is a known family, and its files lack the tensors of one.")
     readers = ""
-    if _in_transformers(model_type):
-        readers = "; fenchel inspect, lens, ablate, patch and attach read it through transformers"
+    if commands := transformers_commands(model_type, config or {}):
+        *most, last = commands
+        named = f"{', '.join(most)} and {last} read" if most else f"{last} reads"
+        readers = f"; fenchel {named} it through transformers"
     obstacle = "" if config is None else _first_obstacle(config, tensors)
     known = "fenchel list families has those that are known."
     raise ValueError(f"{kind} is not a known family{readers}.{obstacle} {known}")
@@ -135,6 +137,42 @@ def _current_name(name: str) -> str:
         if name.startswith(long):
             return own + name.removeprefix(long)
     return name
+
+
+_INSPECTED, _WITHOUT_LAW = ("inspect", "lens", "ablate", "patch"), ("inspect", "attach")
+_OTHER_COMMANDS = {
+    "diffllama longcat_flash": ("attach",),  # two attentions per block
+    "bailing_hybrid kimi_linear minimax olmo_hybrid": _INSPECTED,  # layers that do not attend
+    "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart": _INSPECTED,
+    "moshi musicgen musicgen_melody trocr whisper xglm": _INSPECTED,
+    "inkling_text": ("lens", "ablate", "patch", "attach"),  # other numbers of heads per layer
+    "camembert data2vec-text electra ernie": _WITHOUT_LAW,  # encoders
+    "roberta-prelayernorm xlm-roberta-xl emu3 mllama": _WITHOUT_LAW,
+    "deepseek_v4 gemma3n gemma3n_text granite_swa granitemoe_swa inkling2_text jamba": (),
+    "qwen4_exp qwen4_exp_text recurrent_gemma xmod zamba zamba2": (),
+}
+"""Families of transformers that fewer commands read than others, as tests/model/families/refused.py
+finds by trying."""
+
+
+def transformers_commands(model_type: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The commands that read a directory of an unknown family through transformers.
+
+    By the class that its settings name: images and sounds are not read, and the attention of an
+    encoder with a decoder is not inspected.
+    """
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    masked = name.endswith("ForMaskedLM")
+    known = masked or name.endswith(("ForCausalLM", "LMHeadModel"))
+    if not known or not _in_transformers(model_type):
+        return ()
+    if config.get("index_topk"):  # its attention is given the keys to look at
+        return ()
+    for names, commands in _OTHER_COMMANDS.items():
+        if model_type in names.split():
+            return commands
+    return _WITHOUT_LAW if masked else (*_INSPECTED, "attach")
 
 
 def _in_transformers(model_type: str) -> bool:
