@@ -270,11 +270,16 @@ class DecisionRow:
     """What the margin lost at the certified radius, by kind of remainder."""
     stages: dict[str, float]
     """The same by stage, such as "block 2 MLP"."""
+    searched: bool = True
+    """False where a budget ended before a radius was found: ``certified`` is 0."""
+    attempted: bool = True
+    """False where it ended before an attack was made: ``attacked`` is infinite."""
 
     @property
     def vacuous(self) -> bool:
         """Whether the certificate says nothing: less than ``VACUOUS`` of the attacked radius."""
-        return self.certified < VACUOUS * self.attacked if self.ratio is not None else False
+        known = self.searched and self.ratio is not None
+        return known and self.certified < VACUOUS * self.attacked
 
     @property
     def loses_most(self) -> str:
@@ -285,6 +290,17 @@ class DecisionRow:
     def ratio(self) -> float | None:
         """certified / attacked."""
         return self.certified / self.attacked if 0.0 < self.attacked < math.inf else None
+
+
+def _spans(positions: Sequence[int]) -> str:
+    """
+    >>> _spans([1, 2, 3, 7, 9, 10])
+    '1 to 3, 7, 9 to 10'
+    """
+    begins = [t for t in positions if t - 1 not in positions]
+    ends = [t for t in positions if t + 1 not in positions]
+    pairs = zip(begins, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +320,15 @@ class DecisionCertification:
     """False where the time given ended the search."""
     rows: list[DecisionRow]
     seconds: dict[str, float]
+
+    @property
+    def not_reached(self) -> str:
+        """What a budget left out, as a sentence without its end; "" where nothing was."""
+        left = {
+            "no radius was found at": [row.position for row in self.rows if not row.searched],
+            "no attack was made at": [row.position for row in self.rows if not row.attempted],
+        }
+        return ", ".join(f"{what} {_spans(at)}" for what, at in left.items() if at)
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it, with what follows from each row: None for what is not finite."""

@@ -71,7 +71,8 @@ def run(
     keep
         With --decision: this many of the likeliest tokens must stay so.
     budget
-        With --decision: a time such as 90s or 3m; what is known by then is shown.
+        With --decision: a time such as 90s or 3m; what is known by then is shown, shorter prefixes
+        of the text first.
     out
         The page; certificates.html when left out, and none with --json.
     max_tokens

@@ -228,7 +228,9 @@ def decision_table(result: DecisionCertification) -> Table:
     vacuous = sum(row.vacuous for row in result.rows)
     title += f" ({vacuous} vacuous)" if vacuous else ""
     shown = [one for one in DECISION if one.name not in ("rival", "loses most")]
-    return _measured(shown, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
+    legend = _DECISION_LEGEND.format(result.token_norm)
+    legend += f"; within --budget {result.not_reached}" if result.not_reached else ""
+    return _measured(shown, result.rows, title, legend)
 
 
 def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:

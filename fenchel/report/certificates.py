@@ -158,7 +158,8 @@ def decisions(result: DecisionCertification) -> Section:
         share = format_bound(median(ratios), up=False)
         verdict = f"The certified radius is {share} of the attacked one, in the median."
     if not result.complete:
-        verdict += " The time that was given ended the search; radii of 0 were not searched."
+        left = f"; {result.not_reached}" if result.not_reached else ""
+        verdict += f" The time that was given ended the search{left}."
     about = (
         f"How far the embeddings may move before {what} changes, where {_MOVES[result.norm]}. "
         "Certified <= the true radius <= attacked. An embedding has a length of about "
@@ -192,7 +193,8 @@ def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     rows = []
     for row in result.rows:
         inside = row.first_order if row.first_order < row.attacked else math.nan
-        upper = "none found" if row.ratio is None else format_bound(row.attacked, up=True)
+        none = "none found" if row.attempted else "not reached"
+        upper = none if row.ratio is None else format_bound(row.attacked, up=True)
         name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
         texts = (format_bound(row.certified, up=False), upper)
         rows.append(_interval(name, (inside, row.certified, row.attacked), texts))

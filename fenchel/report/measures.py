@@ -239,8 +239,8 @@ DECISION: tuple[Measure[DecisionRow], ...] = (
     Measure("next token", lambda d: _quoted(*d.kept)),
     Measure("rival", lambda d: _quoted(d.rival)),
     Measure("margin", lambda d: d.margin, digits=".2f"),
-    Measure("certified", lambda d: d.certified, bound="lower"),
-    Measure("attacked", lambda d: d.attacked, bound="upper"),
+    Measure("certified", lambda d: d.certified if d.searched else "not reached", bound="lower"),
+    Measure("attacked", lambda d: d.attacked if d.attempted else "not reached", bound="upper"),
     Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
     Measure("loses most", lambda d: "vacuous" if d.vacuous else d.loses_most),
 )

@@ -292,6 +292,42 @@ class Rivals:
     """The normed token, (d,)."""
 
 
+def rivals_of(network: DecisionNetwork, X: Tensor, keep: int) -> list[Rivals]:
+    """Margins of every token of the last stream X (n, d), rounded down, and the last norm there."""
+    h, size, _ = _unit(network.norm, X)
+    E, b = _logit_rows(network)
+    gamma = _relative_rounding(network, *X.shape)
+    plain = replace(network.norm, weight=None, bias=None)
+    rivals = []
+    for t in range(len(X)):
+        logits = (E @ h[t]) + b
+        error = gamma * (lengths(E) * float(h[t].norm()) + b.abs())
+        error = error + lengths(E) * 2.0 * plain.rounding(X[t : t + 1])
+        kept = logits.topk(keep).indices
+        margins = logits[kept, None] - logits - error[kept, None] - error
+        margins[:, kept] = math.inf
+        gaps = torch.stack([lengths(E[i] - E) for i in kept]) * _GROW
+        gaps = gaps + gamma * (lengths(E)[kept, None] + lengths(E))
+        rivals.append(Rivals(kept, margins, gaps, b[kept, None] - b, size[t], h[t]))
+    return rivals
+
+
+def _logit_rows(network: DecisionNetwork) -> tuple[Tensor, Tensor]:
+    """E (V, d) with the gain of the last norm in it, and the bias (V,)."""
+    norm, head = network.norm, network.head
+    return _folded(norm, head.W).mT, _folded_bias(norm, head.W, head.b)
+
+
+def _relative_rounding(network: DecisionNetwork, n: int, d: int) -> float:
+    """More than that of a few products, each a sum over any axis."""
+    widest = max([n * d, *(_widest(stage) for stage in network.stages)])
+    return 16.0 * (widest + 64) * _EPS
+
+
+class OutOfTime(Exception):
+    """A deadline has passed."""
+
+
 class Bound(NamedTuple):
     """The least lower bound of a margin at a position, and what it lost."""
 
@@ -308,23 +344,38 @@ class Bound(NamedTuple):
 class DecisionBound:
     """Lower bounds of the margins of a network about X (n, d), at every position."""
 
-    def __init__(self, network: DecisionNetwork, X: Tensor, *, keep: int = 1) -> None:
-        self.network, self.keep = network, keep
+    def __init__(
+        self,
+        network: DecisionNetwork,
+        X: Tensor,
+        *,
+        keep: int = 1,
+        deadline: float = math.inf,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """``progress`` is called with the products of Jacobians that are done, of how many.
+
+        Every method raises OutOfTime after ``deadline``, by time.monotonic.
+        """
+        self.network, self.deadline = network, deadline
         self.n, self.d = X.shape
         _require_stages(network.stages)
         attends = [isinstance(_parts(one)[1][0], SelfAttention) for one in network.stages]
         self._mixing = max((s for s, one in enumerate(attends) if one), default=-1)
         """The last stage in which tokens meet."""
         require_size(self.n, self.d, len(network.stages))
-        widest = max(self.n * self.d, *(_widest(stage) for stage in network.stages))
-        self.gamma = 16.0 * (widest + 64) * _EPS
-        """More than the relative rounding of a few products, each a sum over any axis."""
+        self.gamma = _relative_rounding(network, self.n, self.d)
         self.X = X.detach().double()
         with torch.no_grad():
             self.streams = network.streams(self.X)
-            self._expand()
+            self.rivals = rivals_of(network, self.streams[-1], keep)
+            self._expand(progress or (lambda *_: None))
 
-    def _expand(self) -> None:
+    def _require_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise OutOfTime
+
+    def _expand(self, progress: Callable[[int, int], None]) -> None:
         n, d = self.n, self.d
         self.stages: list[_Stage] = []
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
@@ -334,7 +385,9 @@ class DecisionBound:
         self.lengths: dict[tuple[int, int], Tensor] = {}
         current = {0: torch.eye(n * d, dtype=torch.float64)}
         self._keep(0, current)
+        S = len(self.network.stages)
         for s, residual in enumerate(self.network.stages):
+            self._require_time()
             stage, J = self._stage(residual, self.streams[s])
             self.stages.append(stage)
             if isinstance(stage.part, _Attention):
@@ -342,11 +395,26 @@ class DecisionBound:
                     self.gradients[s, k] = self._score_gradients(s, T)
             meet = isinstance(stage.part, _Attention)
             for k, T in current.items():  # one by one, so that each replaces its predecessor
-                current[k] = J if k == s else _composed(J, T, d, meet=meet)
+                progress(s * (s + 1) // 2 + k, S * (S + 1) // 2)
+                current[k] = J if k == s else self._composed(J, T, meet=meet)
             current[s + 1] = torch.eye(n * d, dtype=torch.float64)
             self._keep(s + 1, current)
         self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
-        self.rivals = [self._rivals(t) for t in range(n)]
+
+    def _composed(self, J: Tensor, T: Tensor, *, meet: bool) -> Tensor:
+        """J T of causal Jacobians, lower triangular by tokens of width d; without ``meet`` J is one
+        block per token."""
+        size, d = len(J), self.d
+        if not meet:
+            own = J.view(size // d, d, size // d, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            return (own @ T.view(size // d, d, size)).view(size, size)
+        product, step = torch.zeros_like(T), _TOGETHER * d
+        for i in range(0, size, step):
+            self._require_time()
+            for m in range(0, i + 1, step):
+                block = J[i : i + step, m : i + step] @ T[m : i + step, m : m + step]
+                product[i : i + step, m : m + step] = block
+        return product
 
     def _keep(self, s: int, current: dict[int, Tensor]) -> None:
         n, d = self.n, self.d
@@ -501,6 +569,7 @@ class DecisionBound:
         of_keys = [NK[:, j:, j] @ slab for j, slab in enumerate(slabs)]  # (H, n - j, m l)
         rows = []
         for i, slab in enumerate(slabs):
+            self._require_time()
             z = NQ[:, i, : i + 1] @ slab  # (H, j, m l)
             for j in range(i + 1):
                 z[:, j, : (j + 1) * d] += of_keys[j][:, i - j]
@@ -514,6 +583,7 @@ class DecisionBound:
         n = self.n
         shape, rho, gram, linear_ = [], [], {}, {}
         for s in range(len(self.stages) + 1):
+            self._require_time()
             S = torch.zeros(n, self.d, self.d, dtype=torch.float64)
             for i in range(n):
                 T = self._row(s, 0, i)
@@ -560,6 +630,7 @@ class DecisionBound:
         shapes: list[_Shaped] = []
         alive = torch.ones(n, dtype=torch.bool)
         for s in range(len(self.stages) + 1):
+            self._require_time()
             err, S_err = self._carried(s, shapes, n)
             lin = r * ball.rho[s][:n]
             rho = (lin + err) * _GROW
@@ -883,43 +954,19 @@ class DecisionBound:
 
     # Decisions ------------------------------------------------------------------------------------
 
-    def _rivals(self, t: int) -> Rivals:
-        """Margins of position t, rounded down, and the norm in front of the logits."""
-        x, norm = self.streams[-1][t : t + 1], self.network.norm
-        h, size, _ = _unit(norm, x)
-        E, b = self._logit_rows
-        logits = (E @ h[0]) + b
-        error = self.gamma * (lengths(E) * float(h.norm()) + b.abs())
-        error = error + lengths(E) * 2.0 * self._unit_error(x)
-        kept = logits.topk(self.keep).indices
-        margins = logits[kept, None] - logits - error[kept, None] - error
-        margins[:, kept] = math.inf
-        gaps = torch.stack([lengths(E[i] - E) for i in kept]) * _GROW
-        gaps = gaps + self.gamma * (lengths(E)[kept, None] + lengths(E))
-        return Rivals(kept, margins, gaps, b[kept, None] - b, size[0], h[0])
-
-    def _unit_error(self, x: Tensor) -> float:
-        plain = replace(self.network.norm, weight=None, bias=None)
-        return plain.rounding(x)
-
-    @property
-    def _logit_rows(self) -> tuple[Tensor, Tensor]:
-        """E (V, d) with the gain of the last norm in it, and the bias (V,)."""
-        norm, head = self.network.norm, self.network.head
-        return _folded(norm, head.W).mT, _folded_bias(norm, head.W, head.b)
-
     def gradients_at(self, t: int, norm: str, token: int | None) -> "_Gradients":
         """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``."""
-        rivals, (E, _) = self.rivals[t], self._logit_rows
+        rivals, (E, _) = self.rivals[t], _logit_rows(self.network)
         S, one = len(self.stages), norm == "one"
         first, behind = [], []
         for row, i in enumerate(rivals.kept.tolist()):
             W = self._functionals(t, i, rivals.offsets[row], E)
             # tokens that stay or are not read have lengths that matter to rounding alone
-            pull = [
-                self._pulled(W, k, t, t if k > self._mixing else (token or 0) if one else 0)
-                for k in range(S + 1)
-            ]
+            pull = []
+            for k in range(S + 1):
+                self._require_time()
+                start = t if k > self._mixing else (token or 0) if one else 0
+                pull.append(self._pulled(W, k, t, start))
             g = pull[0]
             if norm == "all":
                 first.append(g.square().sum(-1).sqrt())
@@ -938,7 +985,7 @@ class DecisionBound:
 
     def _functionals(self, t: int, kept: Tensor | int, offsets: Tensor, E: Tensor) -> Tensor:
         """Gradients of margins in the last stream's token, for rivals with rows E: (c, d)."""
-        rivals, (rows, _) = self.rivals[t], self._logit_rows
+        rivals, (rows, _) = self.rivals[t], _logit_rows(self.network)
         W = rows[kept] - E
         if self.network.norm.kind == "layer":
             W = W - W.mean(-1, keepdim=True)
@@ -1010,7 +1057,7 @@ class DecisionBound:
     ) -> Tensor:
         """What the margins of pairs (c,) lose, by stage and part: (c, S, parts)."""
         lost = torch.zeros(len(row), *errors.shape[:2], dtype=errors.dtype)
-        rivals, (E, _) = self.rivals[t], self._logit_rows
+        rivals, (E, _) = self.rivals[t], _logit_rows(self.network)
         W = self._functionals(t, rivals.kept[row], rivals.offsets[row, rival], E[rival])
         for s, shape in enumerate(found.shapes):
             (m,) = errors[s].sum(0).nonzero(as_tuple=True)
@@ -1145,21 +1192,6 @@ class _RowMoves(NamedTuple):
         rows = alive[:, None]
         Z, e, product = (torch.where(rows, t, 0.0) for t in (self.Z, self.e, self.product))
         return _RowMoves(Z, e, product, torch.where(rows[..., None], self.gram, 0.0))
-
-
-def _composed(J: Tensor, T: Tensor, d: int, *, meet: bool) -> Tensor:
-    """J T of causal Jacobians, lower triangular by tokens of width d; without ``meet`` J is one
-    block per token."""
-    size = len(J)
-    if not meet:
-        own = J.view(size // d, d, size // d, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return (own @ T.view(size // d, d, size)).view(size, size)
-    product, step = torch.zeros_like(T), _TOGETHER * d
-    for i in range(0, size, step):
-        for m in range(0, i + 1, step):
-            block = J[i : i + step, m : i + step] @ T[m : i + step, m : m + step]
-            product[i : i + step, m : m + step] = block
-    return product
 
 
 def _alive(good: Tensor) -> int:
@@ -1340,6 +1372,11 @@ class _Search:
     def open(self) -> bool:
         return self.best.first_order > 0.0 and self.high - self.low > 1
 
+    @property
+    def known(self) -> bool:
+        """Whether a radius was found, or none can be."""
+        return self.best.certified > 0.0 or not self.open
+
     def next_step(self) -> int:
         """Away from what is known in growing strides, then by interpolation of the loss."""
         low, high = self.low, self.high
@@ -1368,39 +1405,38 @@ def certified_radii(
     bound: DecisionBound,
     norm: str,
     positions: Sequence[int],
-    deadline: float = math.inf,
     progress: Callable[[int], None] | None = None,
 ) -> dict[int, Radius]:
     """The certified radius of each position, up to a factor of _STEP below it.
 
     Radii are tried on one grid, and the remainders of each serve all positions that it may decide;
-    those of "one" are of another ball at each position. After ``deadline``, by time.monotonic,
-    what is known by then is returned.
+    those of "one" are of another ball at each position. When the deadline of ``bound`` has passed,
+    what is known is returned, without the positions of which no radius is known.
     """
     if norm not in NORMS:
         raise ValueError(f"a decision is certified in norm {', '.join(NORMS)}, got {norm!r}.")
-    found: dict[int, Radius] = {}
-    for together in [[t] for t in positions] if norm == "one" else [positions]:
-        token = together[0] if norm == "one" else None
-        ball = bound.ball(norm, token)
-        searches = {
-            t: _Search(bound.rivals[t].margins, bound.gradients_at(t, norm, token))
-            for t in together
-        }
-        while left := [t for t in together if searches[t].open]:
-            if progress is not None:
-                progress(len(found) + len(together) - len(left))
-            if time.monotonic() >= deadline:
-                break
-            step = searches[left[0]].next_step()
-            r = _STEP**step
-            remainders = bound.remainders(ball, r, max(left) + 1)
-            for t in left:
-                search = searches[t]
-                if search.low < step < search.high:
-                    search.take(step, bound.margin(t, search.gradients, remainders, r))
-        found |= {t: search.best for t, search in searches.items()}
-    return found
+    searches: dict[int, _Search] = {}
+    try:
+        for together in [[t] for t in positions] if norm == "one" else [positions]:
+            token = together[0] if norm == "one" else None
+            ball = bound.ball(norm, token)
+            for t in together:
+                gradients = bound.gradients_at(t, norm, token)
+                searches[t] = _Search(bound.rivals[t].margins, gradients)
+            while left := [t for t in together if searches[t].open]:
+                if progress is not None:
+                    progress(len(searches) - len(left))
+                # the least, which is small enough for most positions: all of them have an early one
+                step = min(searches[t].next_step() for t in left)
+                r = _STEP**step
+                remainders = bound.remainders(ball, r, max(left) + 1)
+                for t in left:
+                    search = searches[t]
+                    if search.low < step < search.high:
+                        search.take(step, bound.margin(t, search.gradients, remainders, r))
+    except OutOfTime:
+        searches = {t: search for t, search in searches.items() if search.known}
+    return {t: search.best for t, search in searches.items()}
 
 
 _FLOOR = -700  # the least radius that is tried, 1.04^-700 = 1e-12

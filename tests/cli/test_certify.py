@@ -165,6 +165,15 @@ def test_a_radius_that_says_nothing_is_called_vacuous() -> None:
     page = render_decisions(result)
     assert ">vacuous<" in page
     assert "block 1 attention" in page
+    rows = [replace(row, position=t, searched=t < 2, attempted=t != 1) for t in range(5)]
+    cut = replace(result, complete=False, rows=rows)
+    left = "no radius was found at 2 to 4, no attack was made at 1"
+    assert cut.not_reached == left
+    assert left in render_decisions(cut)
+    table = decision_table(cut)
+    assert left in str(table.caption)
+    assert "not reached" in list(table.columns[4].cells)
+    assert [one["vacuous"] for one in cut.plain()["rows"]] == [True, True, False, False, False]
 
 
 def test_decisions_as_a_table_a_page_and_json(

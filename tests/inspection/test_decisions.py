@@ -1,5 +1,6 @@
 """fenchel/inspection/decisions.py: decisions of models, attacked within their certified radii."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor
 
 import fenchel
+from fenchel.inspection import decisions
 from fenchel.inspection.decisions import certify_decision, length, network_of
 from fenchel.model import Transformer
+from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, OutOfTime
 from tests.inspection.test_certificates import model_of
 
 IDS = torch.tensor([1, 7, 30, 2])
@@ -72,11 +75,44 @@ def test_the_network_written_out_is_the_model() -> None:
         torch.testing.assert_close(network(X), model(IDS[None])[0], atol=1e-9, rtol=1e-9)
 
 
-def test_a_budget_ends_the_search_with_an_answer() -> None:
-    model = model_of()
-    found = fenchel.certify_decision(model, IDS, norm="all", budget=1e-3)
+def test_a_budget_ends_the_setup_with_an_answer() -> None:
+    model, stages = model_of(), []
+    found = fenchel.certify_decision(
+        model, IDS, norm="all", budget=1e-9, progress=lambda *counts: stages.append(counts)
+    )
+    whole = fenchel.certify_decision(model, IDS, norm="all")
     assert not found.complete
-    assert bool((found.certified >= 0).all() and (found.certified <= found.attacked).all())
+    assert whole.complete
+    assert stages[0] == ("setup", 0, 0)
+    for cut, one in zip(found.positions, whole.positions, strict=True):
+        assert not cut.searched
+        assert not cut.attempted
+        assert (cut.certified, cut.attacked, cut.ratio) == (0.0, math.inf, 0.0)
+        assert (cut.kept, cut.margin) == (one.kept, one.margin)
+        assert one.searched
+        assert one.attempted
+
+
+def test_a_budget_certifies_short_prefixes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough of it the radii are those of one setup, up to a step of their grid."""
+    model, lengths = model_of(), []
+    whole = certify_decision(model, IDS, norm="all")
+
+    def setup(network: DecisionNetwork, X: Tensor, **given: Any) -> DecisionBound:
+        lengths.append(len(X))
+        if len(X) > 2:
+            raise OutOfTime
+        return DecisionBound(network, X, **given)
+
+    monkeypatch.setattr(decisions, "_SHORTEST", 1)
+    in_turn = certify_decision(model, IDS, norm="all", budget=1e3)
+    assert in_turn.complete
+    torch.testing.assert_close(in_turn.certified, whole.certified, rtol=0.05, atol=0.0)
+    monkeypatch.setattr(decisions, "DecisionBound", setup)
+    cut = certify_decision(model, IDS, norm="all", budget=1e3)
+    assert lengths == [1, 2, 4]
+    assert [one.searched for one in cut.positions] == [True, True, False, False]
+    assert not cut.complete
 
 
 def test_kept_tokens_stay_a_set() -> None:

@@ -465,9 +465,45 @@ def test_pairs_are_refined_until_no_other_bound_is_negative(
     assert (True, True) in signs  # a pair behind the first one was negative in its ball
 
 
-def test_a_deadline_leaves_a_radius_of_zero() -> None:
-    net, X = network("llama")
-    assert certified_radii(DecisionBound(net, X), "all", [3], deadline=-1.0)[3].certified == 0.0
+class Clock:
+    """Every reading is a second later than the one before it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_a_deadline_ends_setup_and_search_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known by then holds, and positions of which nothing is known are left out."""
+    net, X = network("llama", n=3, blocks=1)
+    whole = certified_radii(DecisionBound(net, X), "all", range(3))
+    known: list[float] = []
+    seen: list[tuple[int, int]] = []
+    for deadline in range(1, 400, 7):
+        monkeypatch.setattr(decision.time, "monotonic", Clock())
+        seen.clear()
+        try:
+            bound = DecisionBound(
+                net, X, deadline=deadline, progress=lambda *counts: seen.append(counts)
+            )
+        except decision.OutOfTime:
+            known.append(-1)
+            assert len(seen) < 3
+            continue
+        assert seen == [(0, 3), (1, 3), (2, 3)]
+        found = certified_radii(bound, "all", range(3))
+        assert all(0.0 < radius.certified <= whole[t].certified for t, radius in found.items())
+        known.append(sum(radius.certified for radius in found.values()))
+        if found == whole:
+            break
+    assert known == sorted(known)
+    assert known[0] == -1
+    assert 0.0 in known
+    assert len(set(known)) > 4
+    assert known[-1] == sum(radius.certified for radius in whole.values())
 
 
 def test_what_is_not_covered_is_refused_by_name() -> None:
