@@ -339,6 +339,65 @@ class DecisionCertification:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SubstitutionRow:
+    """How many tokens may be substituted before the next token changes, from both sides."""
+
+    position: int
+    token: str
+    """The last token read."""
+    kept: list[str]
+    """The tokens with the largest logits, which must stay so."""
+    margin: float
+    """In logits, over the runner-up."""
+    certified: int
+    """No allowed substitution of at most this many tokens changes the decision."""
+    attacked: int | None
+    """This many do; None where none was found."""
+    most: int
+    """Tokens up to here that may be substituted at once."""
+    read: int
+    """Texts that were read to count; those of the attack come on top."""
+    allowed: int
+    """Texts that may stand here."""
+    how: str
+    """"exact": ``certified`` is the largest count; "read": all texts up to it were read; "bound":
+    by a bound of the margin."""
+    witness: dict[str, list[str]]
+    """The substitutions of a text that changes the decision: position to (before, after)."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether no allowed substitution changes the decision."""
+        return self.certified == self.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubstitutionCertification:
+    """Certified substitutions of a model on a text."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
+    alternatives: dict[str, list[str]]
+    """Tokens of the text, and what they may become."""
+    keep: int
+    """How many of the largest logits must stay so."""
+    complete: bool
+    """False where the time given ended the search."""
+    refused: str
+    """Why there is no bound beyond texts that were read; "" where none is missing."""
+    rows: list[SubstitutionRow]
+    seconds: dict[str, float]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, with what follows from each row."""
+        plain = dict(_plain(self, ()))
+        for row, of in zip(plain["rows"], self.rows, strict=True):
+            row["safe"] = of.safe
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """The algorithm and the settings behind every bracket."""
 

@@ -2,8 +2,9 @@
 
 A ``Measure`` is one number of a head, a block or a certificate: its heading, where it stands in the
 results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``,
-``CERTIFICATE`` and ``DECISION`` are the columns of the tables, and those of ``HEAD`` with an
-explanation are also drawn as heat maps. The terminal shows some of them under shorter headings.
+``CERTIFICATE``, ``DECISION`` and ``SUBSTITUTION`` are the columns of the tables, and those of
+``HEAD`` with an explanation are also drawn as heat maps. The terminal shows some of them under
+shorter headings.
 """
 
 import math
@@ -18,8 +19,17 @@ from fenchel.inspection_result import (
     HeadCertificate,
     Interval,
     LayerCertificate,
+    SubstitutionRow,
 )
-from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
+from fenchel.report.html import (
+    Html,
+    clean,
+    format_bound,
+    format_number,
+    pluralise,
+    shorten,
+    table,
+)
 
 Item = TypeVar("Item")
 Value = float | str | Interval | None
@@ -243,6 +253,19 @@ DECISION: tuple[Measure[DecisionRow], ...] = (
     Measure("attacked", lambda d: d.attacked if d.attempted else "not reached", bound="upper"),
     Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
     Measure("loses most", lambda d: "vacuous" if d.vacuous else d.loses_most),
+)
+
+
+SUBSTITUTION: tuple[Measure[SubstitutionRow], ...] = (
+    Measure("position", lambda d: str(d.position), short="at"),
+    Measure("after", lambda d: _quoted(d.token)),
+    Measure("next token", lambda d: _quoted(*d.kept)),
+    Measure("margin", lambda d: d.margin, digits=".2f"),
+    Measure("may change", lambda d: str(d.most), short="of"),
+    Measure("certified", lambda d: "all" if d.safe and d.most else str(d.certified)),
+    Measure("attacked", lambda d: "-" if d.attacked is None else str(d.attacked)),
+    Measure("how", lambda d: f"{d.how}, {pluralise(d.read, 'text')}"),
+    Measure("texts allowed", lambda d: f"{d.allowed:,}"),
 )
 
 

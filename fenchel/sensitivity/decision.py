@@ -615,6 +615,44 @@ class DecisionBound:
         total = math.sqrt(n) if norm == "token" else 1.0
         return _Ball(shape, rho, gram, linear_, total)
 
+    def substitution_ball(self, allowed: "Substitutions") -> _Ball:
+        """The images of all substitutions at every stage, for ``remainders`` at r = 1."""
+        n, d, total = self.n, self.d, allowed.total
+        shape, rho, gram, linear_ = [], [], {}, {}
+        for s in range(len(self.stages) + 1):
+            self._require_time()
+            S, long = torch.zeros(n, d, d, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+            for i in range(n):
+                T = self._row(s, 0, i)
+                images = {m: M @ T[m].mT for m, M in allowed.moves.items() if m <= i}
+                if images:
+                    each = torch.stack([y.mT @ y for y in images.values()])
+                    S[i] = _ellipsoid_of_sum(each, allowed.most)
+                    farthest = torch.stack([lengths(y).amax() for y in images.values()])
+                    long[i] = _largest_sum(farthest, allowed.most)
+            lost = self.gamma * self.frobenius[s, 0] * total
+            S = _widened(S, torch.full((n, d), lost, dtype=torch.float64))
+            shape.append(S)
+            rho.append(torch.minimum(largest(S).sqrt(), long + lost) * _GROW)
+            part = self.stages[s].part if s < len(self.stages) else None
+            if not isinstance(part, _Attention):
+                continue
+            H = len(part.p)
+            gram[s] = torch.zeros(H, n, 1, n, n, dtype=torch.float64)
+            linear_[s] = torch.zeros(H, n, n, dtype=torch.float64)
+            for i, z in enumerate(self.gradients[s, 0]):  # (m, H, j, l)
+                moved = [z[m] @ M.mT for m, M in allowed.moves.items() if m <= i]  # (H, j, a)
+                if not moved:
+                    continue
+                each = torch.stack([y @ y.mT for y in moved])
+                lost_j = self.gamma * math.sqrt(i + 1) * total * z.square().sum((0, 3)).sqrt()
+                joint = _widened(_ellipsoid_of_sum(each, allowed.most), lost_j)
+                gram[s][:, i, 0, : i + 1, : i + 1] = joint
+                most = torch.stack([y.abs().amax(-1) for y in moved])
+                long = _largest_sum(most, allowed.most) + lost_j
+                linear_[s][:, i, : i + 1] = long * _GROW
+        return _Ball(shape, rho, gram, linear_, total)
+
     # Bounds at a radius ---------------------------------------------------------------------------
 
     def remainders(self, ball: _Ball, r: float, n: int | None = None) -> "_Remainders":
@@ -954,8 +992,13 @@ class DecisionBound:
 
     # Decisions ------------------------------------------------------------------------------------
 
-    def gradients_at(self, t: int, norm: str, token: int | None) -> "_Gradients":
-        """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``."""
+    def gradients_at(
+        self, t: int, norm: str, token: int | None, allowed: "Substitutions | None" = None
+    ) -> "_Gradients":
+        """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``.
+
+        With ``allowed`` the first is the most that substitutions take off a margin.
+        """
         rivals, (E, _) = self.rivals[t], _logit_rows(self.network)
         S, one = len(self.stages), norm == "one"
         first, behind = [], []
@@ -966,9 +1009,14 @@ class DecisionBound:
             for k in range(S + 1):
                 self._require_time()
                 start = t if k > self._mixing else (token or 0) if one else 0
-                pull.append(self._pulled(W, k, t, start))
+                if k > 0 or allowed is None:
+                    pull.append(self._pulled(W, k, t, start))
+                else:
+                    pull.append(self._taken(W, t, allowed))
             g = pull[0]
-            if norm == "all":
+            if allowed is not None:
+                first.append(g)
+            elif norm == "all":
                 first.append(g.square().sum(-1).sqrt())
             elif norm == "token":
                 first.append(g.sum(-1))
@@ -977,6 +1025,7 @@ class DecisionBound:
             behind.append(torch.stack(pull[1:]))
         slack = (rivals.vectors + rivals.offsets.abs()) / rivals.size
         many = math.sqrt(self.n) if norm == "token" else 1.0
+        many = many if allowed is None else allowed.total
         first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[S, 0] * many
         frobenius = [self.frobenius[S, k] for k in range(1, S + 1)]
         loose = self.gamma * slack[:, None] * torch.tensor(frobenius, dtype=E.dtype)[None, :, None]
@@ -998,6 +1047,15 @@ class DecisionBound:
         before = lengths(W)[:, None] * self.lengths[S, k][t, :start]
         exact = [(W @ block).norm(dim=-1, keepdim=True) for block in self._row(S, k, t)[start:]]
         return torch.cat((before, *exact), -1)
+
+    def _taken(self, W: Tensor, t: int, allowed: "Substitutions") -> Tensor:
+        """The most that W_j T_tm e_m, summed over substitutions e, is below 0: (V,)."""
+        row = self._row(len(self.stages), 0, t)
+        moves = {m: M for m, M in allowed.moves.items() if m <= t}
+        if not moves:
+            return torch.zeros(len(W), dtype=W.dtype)
+        each = [-(W @ (M @ row[m].mT).mT).amin(-1) for m, M in moves.items()]
+        return _largest_sum(torch.stack(each).clamp(min=0.0), allowed.most)
 
     def margin(self, t: int, gradients: "_Gradients", found: "_Remainders", r: float) -> Bound:
         """The least lower bound of a margin of position t at radius r.
@@ -1073,6 +1131,42 @@ class DecisionBound:
             balls[..., :_SHAPED] = torch.minimum(balls[..., :_SHAPED], along)
             lost[:, s] = balls.sum(1)
         return lost
+
+
+@final
+class Substitutions:
+    """Displacements that tokens may have, of at most ``most`` tokens at once: m -> (a, d)."""
+
+    def __init__(self, moves: dict[int, Tensor], most: int) -> None:
+        self.moves = {m: M for m, M in moves.items() if len(M)}
+        self.most = most
+        farthest = [float(lengths(M).amax()) ** 2 for M in self.moves.values()]
+        self.total = math.sqrt(sum(sorted(farthest)[-most:])) * _GROW if most else 0.0
+        """The length of all displacements at once, as one vector, is no larger."""
+
+
+def _largest_sum(x: Tensor, most: int) -> Tensor:
+    """The sum of the ``most`` largest of the first axis."""
+    return x.topk(min(most, len(x)), 0).values.sum(0)
+
+
+def _ellipsoid_of_sum(shapes: Tensor, most: int) -> Tensor:
+    """Around the sums of vectors in at most ``most`` of the ellipsoids: (p, ..., D, D).
+
+    (sum_k x_k)^2 is at most sum w sum x_k^2 / w_k, and at most ``most`` sum x_k^2 where all others
+    are 0; the one with the smaller trace is taken.
+    """
+    size = torch.einsum("p...aa->p...", shapes).clamp(min=1e-300).sqrt()[..., None, None]
+    weighted = size.sum(0) * (shapes / size).sum(0)
+    plain = min(most, len(shapes)) * shapes.sum(0)
+    smaller = torch.einsum("...aa->...", weighted) < torch.einsum("...aa->...", plain)
+    return torch.where(smaller[..., None, None], weighted, plain)
+
+
+def _widened(S: Tensor, lost: Tensor) -> Tensor:
+    """Around an ellipsoid (..., D, D) and errors in the one with the half-axes ``lost`` (..., D):
+    (a + b)^2 <= (1 + 1e-9) a^2 + (1 + 1e9) b^2."""
+    return S * (1.0 + 1e-9) * _GROW + 2e9 * torch.diag_embed(lost.square())
 
 
 class _Gradients(NamedTuple):
