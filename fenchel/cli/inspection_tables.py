@@ -81,7 +81,7 @@ _DECISION_LEGEND = (
 _SUBSTITUTION_LEGEND = (
     "of: tokens that may be substituted at once; no text with at most certified substitutions "
     "changes the next token, attacked of them were found that do; exact: no larger count holds, "
-    "by the texts that were read; read: larger ones are open; bound: by a bound of the margin"
+    "by so many texts that were read; read: larger ones are open; bound: by a bound of the margin"
 )
 
 _OVER_HEADS: tuple[tuple[str, Callable[[Iterable[float]], float]], ...] = (

@@ -21,15 +21,7 @@ from fenchel.inspection_result import (
     LayerCertificate,
     SubstitutionRow,
 )
-from fenchel.report.html import (
-    Html,
-    clean,
-    format_bound,
-    format_number,
-    pluralise,
-    shorten,
-    table,
-)
+from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
 
 Item = TypeVar("Item")
 Value = float | str | Interval | None
@@ -262,9 +254,10 @@ SUBSTITUTION: tuple[Measure[SubstitutionRow], ...] = (
     Measure("next token", lambda d: _quoted(*d.kept)),
     Measure("margin", lambda d: d.margin, digits=".2f"),
     Measure("may change", lambda d: str(d.most), short="of"),
-    Measure("certified", lambda d: "all" if d.safe and d.most else str(d.certified)),
+    Measure("certified", lambda d: "all" if d.safe else str(d.certified)),
     Measure("attacked", lambda d: "-" if d.attacked is None else str(d.attacked)),
-    Measure("how", lambda d: f"{d.how}, {pluralise(d.read, 'text')}"),
+    Measure("how", lambda d: d.how),
+    Measure("texts read", lambda d: f"{d.read:,}", short="texts"),
     Measure("texts allowed", lambda d: f"{d.allowed:,}"),
 )
 

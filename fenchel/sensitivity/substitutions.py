@@ -251,7 +251,7 @@ class SubstitutionSearch:
             (g,) = torch.autograd.grad(margin, X)
         losses = [-float((M @ g[m]).amin()) for m, M in moves.items() if m <= t]
         count = self.certified(t) + 1
-        return sum(sorted(max(loss, 0.0) for loss in losses)[-count:]) < float(margin)
+        return sum(sorted(max(loss, 0.0) for loss in losses)[-count:]) < float(margin.detach())
 
 
 def block_sizes(alternatives: Mapping[int, int]) -> list[dict[int, int]]:
