@@ -234,7 +234,8 @@ def token_alternatives(
                 if len(encoded) != 1:
                     what = f"an alternative of {printable(word)!r}"
                     raise ValueError(_several(tokenizer, other, what, front))
-                found.setdefault(token, []).extend(encoded)
+                if encoded[0] not in found.setdefault(token, []):
+                    found[token] += encoded
     if not found:
         raise ValueError("no token of the text is one of the words to substitute.")
     return found
