@@ -1,6 +1,5 @@
 """fenchel certify on a run directory: the table, the page, the JSON, and what is refused."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -216,8 +215,7 @@ def test_substitutions_as_tables_a_page_and_json(
     words.write_text('{"peace": ["trade", "<b>"], "the": ["of"], "of": ["the"]}')
     assert main([*line, "--json"]) == 2
     assert "<b>', an alternative of 'peace', is" in " ".join(capsys.readouterr().err.split())
-    letters = {a: [b] for a, b in itertools.pairwise("etaoinshr")}
-    words.write_text(json.dumps(letters))
+    words.write_text('{"peace": ["trade", "nation"], "trade": ["peace"]}')
     assert main([*line, "--json", "--substitutions", "2", "--texts", "400"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["complete"]
