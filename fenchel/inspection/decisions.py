@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fenchel.data import ProgressCallback
+from fenchel.files import printable
 from fenchel.inspection.certificates import (
     block_layer,
     norm_layer,
@@ -250,7 +251,7 @@ def certify_text_decisions(
 
     ``progress`` is called with what is done, of how much.
     """
-    transformer, text = transformer_of(model), tokenize_text(model, source, max_tokens)
+    transformer, text = decoder_of(model), tokenize_text(model, source, max_tokens)
     ids = torch.tensor(text.ids)
     found = certify_decision(
         transformer, ids, norm=norm, keep=keep, budget=budget, progress=progress
@@ -285,6 +286,17 @@ def certify_text_decisions(
         rows=[row(one) for one in found.positions],
         seconds={"decisions": found.seconds},
     )
+
+
+def decoder_of(model: InspectedModel) -> Transformer:
+    """The Transformer whose decisions can be certified; refuses classifiers by their class."""
+    named = getattr(getattr(model.model, "config", None), "architectures", None) or [""]
+    if "Classification" in str(named[0]):
+        raise ValueError(
+            f"{model.name} is a {printable(str(named[0]))}, whose classifier fenchel does not "
+            "read; decisions are certified for the next token of causal decoders."
+        )
+    return transformer_of(model)
 
 
 def _stage_name(s: int) -> str:

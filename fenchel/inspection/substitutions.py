@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fenchel.data import ProgressCallback, TextTokenizer
 from fenchel.files import Damaged, printable, read_json
-from fenchel.inspection.certificates import transformer_of
-from fenchel.inspection.decisions import network_of
+from fenchel.inspection.decisions import decoder_of, network_of
 from fenchel.inspection.our_model import record_pass
 from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
 from fenchel.inspection_result import SubstitutionCertification, SubstitutionRow
@@ -29,7 +28,7 @@ from fenchel.sensitivity.substitutions import SubstitutionSearch, block_sizes
 
 TEXTS = 20_000
 """Texts that are read at most."""
-_ENDS = (0.5, 0.75)  # of a budget: of reading, of attacks
+_ENDS = (0.7, 0.85)  # of a budget: of reading, of attacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +266,7 @@ def certify_text_substitutions(
     progress: ProgressCallback | None = None,
 ) -> SubstitutionCertification:
     """``certify_substitutions`` on the first tokens of ``source``, as plain values."""
-    transformer, text = transformer_of(model), tokenize_text(model, source, max_tokens)
+    transformer, text = decoder_of(model), tokenize_text(model, source, max_tokens)
     alternatives = token_alternatives(model.tokenizer, text.ids, synonyms)
     found = certify_substitutions(
         *(transformer, torch.tensor(text.ids), alternatives),

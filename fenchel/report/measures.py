@@ -254,9 +254,9 @@ SUBSTITUTION: tuple[Measure[SubstitutionRow], ...] = (
     Measure("next token", lambda d: _quoted(*d.kept)),
     Measure("margin", lambda d: d.margin, digits=".2f"),
     Measure("may change", lambda d: str(d.most), short="of"),
-    Measure("certified", lambda d: "all" if d.safe else str(d.certified)),
+    Measure("certified", lambda d: ("all" if d.safe else str(d.certified)) if d.most else "-"),
     Measure("attacked", lambda d: "-" if d.attacked is None else str(d.attacked)),
-    Measure("how", lambda d: d.how),
+    Measure("how", lambda d: d.how if d.most else "-"),
     Measure("texts read", lambda d: f"{d.read:,}", short="texts"),
     Measure("texts allowed", lambda d: f"{d.allowed:,}"),
 )

@@ -1,6 +1,8 @@
 """fenchel/inspection/decisions.py: decisions of models, attacked within their certified radii."""
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +10,14 @@ import torch
 from torch import Tensor
 
 import fenchel
-from fenchel.inspection import decisions
-from fenchel.inspection.decisions import certify_decision, length, network_of
+from fenchel.data import train_tokenizer
+from fenchel.inspection import certify_text_substitutions, decisions, open_model
+from fenchel.inspection.decisions import (
+    certify_decision,
+    certify_text_decisions,
+    length,
+    network_of,
+)
 from fenchel.model import Transformer
 from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, OutOfTime
 from tests.inspection.test_certificates import model_of
@@ -138,6 +146,22 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     settings, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         certify_decision(model_of(**settings), IDS, norm="all")
+
+
+def test_a_classifier_is_refused_by_its_name(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=300, intermediate_size=8, max_position_embeddings=8, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    train_tokenizer(["peace and trade"], 280).save(tmp_path / "tokenizer.json")
+    model = open_model(tmp_path)
+    for certify in (
+        partial(certify_text_decisions, model),
+        partial(certify_text_substitutions, model, synonyms={}),
+    ):
+        with pytest.raises(ValueError, match="is a BertForSequenceClassification, whose class"):
+            certify(source="sotu")
 
 
 def test_wrong_arguments_are_refused() -> None:
