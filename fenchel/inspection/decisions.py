@@ -378,8 +378,15 @@ def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor
     head = LinearLayer(scale * model.lm_head_weight.detach().double().mT, bias)
     network = DecisionNetwork(tuple(stages), norm, head)
     X = records[0].block.x[0].double()
-    logits, cap = network(X), config.logit_softcap
+    require_same_logits(network, X, model, ids)
+    return network, X
+
+
+def require_same_logits(
+    network: DecisionNetwork, X: Tensor, model: Transformer, ids: Tensor
+) -> None:
+    """Refuse a network whose logits at X differ from those of the model for ids (T,)."""
+    logits, cap = network(X), model.config.logit_softcap
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     with torch.no_grad(), evaluating(model):
         require_agreement(logits, model(ids[None])[0].double(), "model")
-    return network, X

@@ -5,7 +5,7 @@
 No text with at most ``certified`` substitutions changes the decision; ``attacked`` of them were
 found that do. Where all texts can be read both are exact; fenchel/sensitivity/substitutions.py has
 the bound beyond. A substitution changes the row of its token in the input of the first block and no
-other row; this is compared with what the model computes.
+other row; this, and the logits of a text with each alternative, are compared with the model's own.
 """
 
 import math
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fenchel.data import ProgressCallback, TextTokenizer
 from fenchel.files import Damaged, printable, read_json
-from fenchel.inspection.decisions import decoder_of, network_of
+from fenchel.inspection.decisions import decoder_of, network_of, require_same_logits
 from fenchel.inspection.our_model import record_pass
 from fenchel.inspection.trace import InspectedModel, token_text, tokenize_text
 from fenchel.inspection_result import SubstitutionCertification, SubstitutionRow
 from fenchel.model import Transformer
+from fenchel.sensitivity.decision import DecisionNetwork
 from fenchel.sensitivity.substitutions import SubstitutionSearch, block_sizes
 
 TEXTS = 20_000
@@ -131,7 +132,7 @@ def certify_substitutions(
     logits = network(X)[chosen]
     kept = {t: row.topk(keep).indices for t, row in zip(chosen, logits, strict=True)}
     n = chosen[-1] + 1
-    rows = {m: row for m, row in _rows(model, ids, X, tokens).items() if m < n}
+    rows = {m: row for m, row in _rows(model, ids, network, X, tokens).items() if m < n}
     search = SubstitutionSearch(
         network.prefix(n), X[:n], rows, kept, len(ids) if most is None else most
     )
@@ -183,7 +184,11 @@ def _others(alternatives: Mapping[int, Sequence[int]], id: int, V: int) -> list[
 
 
 def _rows(
-    model: Transformer, ids: Tensor, X: Tensor, tokens: Mapping[int, Sequence[int]]
+    model: Transformer,
+    ids: Tensor,
+    network: DecisionNetwork,
+    X: Tensor,
+    tokens: Mapping[int, Sequence[int]],
 ) -> dict[int, Tensor]:
     """The rows of all alternatives in the input of the first block: m -> (a, d)."""
     rows = {m: X.new_empty(len(others), X.shape[-1]) for m, others in tokens.items()}
@@ -196,6 +201,7 @@ def _rows(
         same[changed] = False
         if not torch.equal(Y[same], X[same]):
             raise ValueError("a token of this model changes the embeddings of other tokens.")
+        require_same_logits(network, Y, model, other)
         for m in changed:
             rows[m][a] = Y[m]
     return rows

@@ -93,6 +93,23 @@ def test_embeddings_that_nearly_agree_are_certified_without_reading() -> None:
     assert (one.certified, one.most, one.how, one.read, one.attacked) == (2, 2, "bound", 1, None)
 
 
+def test_what_depends_on_tokens_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose embeddings mix tokens, and one that reads the ids once more."""
+    model, embed = model_of(), torch.nn.Embedding.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Embedding, "forward", lambda self, ids: embed(self, ids).cumsum(-2))
+        with pytest.raises(ValueError, match="changes the embeddings of other tokens"):
+            certify_substitutions(model, IDS, ALTERNATIVES)
+    forward = type(model).forward
+
+    def shifted(self: Transformer, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        return forward(self, ids, **given) + (ids == 9).any()
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    with pytest.raises(ValueError, match="differs from the model's own"):
+        certify_substitutions(model, IDS, ALTERNATIVES)
+
+
 def test_a_budget_ends_with_what_is_known() -> None:
     found = certify_substitutions(model_of(), IDS, ALTERNATIVES, budget=1e-9)
     assert not found.complete
