@@ -40,6 +40,9 @@ what is smaller in their directions.
 **Causality.** Nothing about token i depends on later tokens: one set of eta serves all positions.
 Behind the last attention nothing depends on any other token.
 
+**Finite sets.** Where tokens may become others, the displacements of a token take the place of its
+ball at r = 1 (fenchel/sensitivity/substitutions.py).
+
 **Rounding.** The centres x^s are computed numbers, and d^s is the distance from them, so the error
 of a forward pass is a part of err_s. So is that of D_s, relative to the sums of absolute values of
 its terms, and that of the products T. Eigenvalues and sums of positive terms are enlarged by _GROW.

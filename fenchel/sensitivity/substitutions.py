@@ -47,7 +47,7 @@ from fenchel.sensitivity.decision import (
 )
 from fenchel.sensitivity.layers import Chain
 
-Choice = tuple[tuple[int, int], ...]
+Edits = tuple[tuple[int, int], ...]
 """Pairs of a token and the index of its alternative, by token."""
 _UNDECIDED = 1e-9
 _LOGITS = 20_000_000  # at once
@@ -74,9 +74,9 @@ class SubstitutionSearch:
         """Substitutions that position t may see."""
         self.exact = dict.fromkeys(kept, 0)
         """Every text with at most this many was read, at positions that are not changed."""
-        self.changed: dict[int, Choice] = {}
+        self.changed: dict[int, Edits] = {}
         """The fewest substitutions found that change a decision."""
-        self.least: dict[int, tuple[float, Choice]] = dict.fromkeys(kept, (math.inf, ()))
+        self.least: dict[int, tuple[float, Edits]] = dict.fromkeys(kept, (math.inf, ()))
         """The least margin that was read, and its text."""
         self.texts = dict.fromkeys(kept, 1)
         """Read in the order of substitutions, with the original one."""
@@ -84,12 +84,12 @@ class SubstitutionSearch:
         """Below the fewest substitutions of a text that is undecided."""
         self.refused = ""
 
-    def margins(self, choices: Sequence[Choice], positions: Sequence[int]) -> Tensor:
+    def margins(self, batch: Sequence[Edits], positions: Sequence[int]) -> Tensor:
         """The least margin of a kept token, 0 where it is undecided: (texts, positions)."""
         n = positions[-1] + 1
-        X = self.X[:n].expand(len(choices), -1, -1).clone()
-        for b, choice in enumerate(choices):
-            for m, a in choice:
+        X = self.X[:n].expand(len(batch), -1, -1).clone()
+        for b, edits in enumerate(batch):
+            for m, a in edits:
                 X[b, m] = self.rows[m][a]
         network = self.network.prefix(n)
         logits = network.head(network.norm(Chain(network.stages)(X)[:, list(positions)]))
@@ -130,8 +130,8 @@ class SubstitutionSearch:
     def _read(self, c: int, m: int, positions: list[int], deadline: float) -> bool:
         """Read a block; False where the time ended before its end."""
         V = self.network.head.W.shape[-1]
-        choices = _block(c, m, {j: len(rows) for j, rows in self.rows.items()})
-        while chunk := list(islice(choices, max(1, min(256, _LOGITS // (V * len(positions)))))):
+        batch = _block(c, m, {j: len(rows) for j, rows in self.rows.items()})
+        while chunk := list(islice(batch, max(1, min(256, _LOGITS // (V * len(positions)))))):
             if time.monotonic() >= deadline:
                 return False
             margins = self.margins(chunk, positions)
@@ -154,11 +154,11 @@ class SubstitutionSearch:
         """Add substitutions to the text with the least margin until the decision at t changes."""
         if self.exact[t] == self.most[t]:
             return
-        choice = self.least[t][1]
-        while t not in self.changed and len(choice) < self.most[t]:
-            used = {m for m, _ in choice}
+        edits = self.least[t][1]
+        while t not in self.changed and len(edits) < self.most[t]:
+            used = {m for m, _ in edits}
             options = [
-                tuple(sorted((*choice, (m, a))))
+                tuple(sorted((*edits, (m, a))))
                 for m, rows in self.rows.items()
                 if m <= t and m not in used
                 for a in range(len(rows))
@@ -166,23 +166,23 @@ class SubstitutionSearch:
             margins = self._margins_at(t, options, deadline)
             if margins is None:
                 return
-            choice = options[int(margins.argmin())]
+            edits = options[int(margins.argmin())]
             if float(margins.amin()) < 0.0:
-                self.changed[t] = choice
-        while t in self.changed and len(choice) > self.exact[t] + 1:
-            options = [tuple(pair for pair in choice if pair != one) for one in choice]
+                self.changed[t] = edits
+        while t in self.changed and len(edits) > self.exact[t] + 1:
+            options = [tuple(pair for pair in edits if pair != one) for one in edits]
             margins = self._margins_at(t, options, deadline)
             if margins is None or float(margins.amin()) >= 0.0:
                 return
-            choice = self.changed[t] = options[int(margins.argmin())]
+            edits = self.changed[t] = options[int(margins.argmin())]
 
-    def _margins_at(self, t: int, choices: list[Choice], deadline: float) -> Tensor | None:
+    def _margins_at(self, t: int, batch: list[Edits], deadline: float) -> Tensor | None:
         """Of position t alone; None where the time ended."""
         found, step = [], max(1, min(256, _LOGITS // self.network.head.W.shape[-1]))
-        for begin in range(0, len(choices), step):
+        for begin in range(0, len(batch), step):
             if time.monotonic() >= deadline:
                 return None
-            found.append(self.margins(choices[begin : begin + step], [t])[:, 0])
+            found.append(self.margins(batch[begin : begin + step], [t])[:, 0])
         return torch.cat(found)
 
     def bound(
@@ -217,14 +217,10 @@ class SubstitutionSearch:
             except ValueError as error:
                 self.refused = str(error)
                 return found
-            tried = sorted({c for t in left for c in range(self.certified(t) + 1, left[t] + 1)})
-            for c in [*tried[-1:], *tried[:-1]]:
-                open_ = [
-                    t
-                    for t, most in left.items()
-                    if found.get(t, self.certified(t)) < min(c, most)
-                    and (c == tried[-1] or found.get(t, self.certified(t)) == c - 1)
-                ]
+            known = {t: self.certified(t) for t in left}
+            top = max(left.values())
+            for c in [top, *range(min(known.values()) + 1, top)]:  # all at once, then one by one
+                open_ = [t for t in left if known[t] < left[t] and (c == top or known[t] == c - 1)]
                 if not open_:
                     continue
                 allowed = Substitutions({m: M for m, M in moves.items() if m < n}, c)
@@ -232,7 +228,7 @@ class SubstitutionSearch:
                 for t in open_:
                     gradients = expansion.gradients_at(t, "all", None, allowed)
                     if expansion.margin(t, gradients, remainders, 1.0).lower > 0.0:
-                        found[t] = min(c, left[t])
+                        known[t] = found[t] = min(c, left[t])
         except OutOfTime:
             pass
         return found
@@ -270,7 +266,7 @@ def block_sizes(alternatives: Mapping[int, int]) -> list[dict[int, int]]:
     return levels
 
 
-def _block(c: int, m: int, alternatives: Mapping[int, int]) -> Iterator[Choice]:
+def _block(c: int, m: int, alternatives: Mapping[int, int]) -> Iterator[Edits]:
     """The texts of c substitutions whose last one is at m."""
     for earlier in combinations([j for j in alternatives if j < m], c - 1):
         tokens = (*earlier, m)

@@ -1,6 +1,7 @@
 """fenchel/sensitivity/substitutions.py: counts of substitutions, by reading all texts."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fenchel.attention import Causal
+from fenchel.choice import Sparsemax
 from fenchel.sensitivity import decision, substitutions
 from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, Substitutions
 from fenchel.sensitivity.layers import LinearLayer, NormLayer
@@ -256,10 +258,6 @@ def test_a_deadline_ends_reading_attack_and_bound(monkeypatch: pytest.MonkeyPatc
 
 def test_what_the_expansion_does_not_cover_is_named() -> None:
     """Texts are read all the same."""
-    from dataclasses import replace
-
-    from fenchel.choice import Sparsemax
-
     net, X = network("llama", 1)
     stage = net.stages[0]
     norm, attention = stage.branch.layers  # type: ignore[attr-defined]
