@@ -230,11 +230,10 @@ def _by_length(positions: Sequence[int]) -> list[list[int]]:
     >>> _by_length([0, 7, 8, 31, 32])
     [[0, 7], [8], [31], [32]]
     """
-    doublings = [max(0, (t // _SHORTEST).bit_length()) for t in positions]
-    return [
-        [t for t, doubling in zip(positions, doublings, strict=True) if doubling == one]
-        for one in sorted(set(doublings))
-    ]
+    groups: dict[int, list[int]] = {}
+    for t in positions:
+        groups.setdefault((t // _SHORTEST).bit_length(), []).append(t)
+    return list(groups.values())
 
 
 def certify_text_decisions(
