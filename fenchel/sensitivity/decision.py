@@ -55,12 +55,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from fenchel.choice import Softmax
+from fenchel.choice import Entmax, Softmax
+from fenchel.choice.entmax import spread as slopes
+from fenchel.choice.entmax import tsallis
 from fenchel.sensitivity.bounds.feedforward import SLOPES
 from fenchel.sensitivity.layers import (
     _FUNCTIONS,
@@ -223,11 +226,19 @@ class _Attention(NamedTuple):
     K: Tensor
     OV: Tensor
     """(H, d, d)."""
+    alpha: float
+    """1 for softmax."""
+    x: Tensor
+    """Scores with the prior: (H, n, n)."""
     p: Tensor
+    s: Tensor
+    """p^(2 - alpha) on the support: the derivative is diag(s) - s s^T / sum(s)."""
+    w: Tensor
+    """s / sum(s)."""
     live: Tensor
     """Keys that a row may attend to: (H, n, n)."""
     c: Tensor
-    """|v_j - o_i|: (H, n, n)."""
+    """|v_j - o_i|, with o the mean by w: (H, n, n)."""
     values: Tensor
     """v_j - o_i: (H, i, j, d)."""
     error: Tensor
@@ -235,11 +246,11 @@ class _Attention(NamedTuple):
     Kq: Tensor
     """Derivative of the score in the key's token: (H, i, j, d)."""
     Qk: Tensor
-    """In the query's token, centred by p: (H, i, j, d)."""
+    """In the query's token, centred by w: (H, i, j, d)."""
     loose: Tensor
     """The lengths of both, before they are centred: (H, n, n)."""
     slack: Tensor
-    """Relative error of a weight: (H, n)."""
+    """Error of a score, relative error of a weight of softmax: (H, n)."""
 
 
 class _Stage(NamedTuple):
@@ -496,19 +507,23 @@ class DecisionBound:
         live = log > -math.inf
         if bool((live & ~torch.ones(n, n, dtype=torch.bool).tril()).any()):
             raise ValueError("a decision is certified for causal attention; this one looks ahead.")
-        p = (q @ k.mT + log).softmax(-1)
+        x = q @ k.mT + log
+        alpha = float(layer.choice.alpha) if isinstance(layer.choice, Entmax) else 1.0
+        p = x.softmax(-1) if alpha == 1.0 else tsallis(x, alpha)
+        s = p if alpha == 1.0 else slopes(p, alpha)
+        w = s / s.sum(-1, keepdim=True)
         assert layer.W_O is not None
         W_O = scale * layer.W_O.view(H, -1, layer.W_O.shape[-1])  # (H, E, d)
         OV = (W_V @ W_O).mT  # (H, d, d): out = OV h
         v = h @ OV.mT + b_V @ W_O
-        o = p @ v
+        o = w @ v
         c = v[:, None] - o[:, :, None]  # (H, i, j, d)
         Kq = torch.einsum("hjem,hie->hijm", K, q)
-        centred = k[:, None] - (p @ k)[:, :, None]
+        centred = k[:, None] - (w @ k)[:, :, None]
         Qk = torch.einsum("hiem,hije->hijm", Q, centred)
-        B = torch.einsum("hij,hmk->imjk", p, OV) + torch.einsum("hij,hijm,hijk->imjk", p, c, Kq)
+        B = torch.einsum("hij,hmk->imjk", p, OV) + torch.einsum("hij,hijm,hijk->imjk", s, c, Kq)
         index = torch.arange(n)
-        B[index, :, index, :] += torch.einsum("hij,hijm,hijk->imk", p, c, Qk)
+        B[index, :, index, :] += torch.einsum("hij,hijm,hijk->imk", s, c, Qk)
         # errors: of scores relative to the lengths of queries and keys, of the rest to its terms
         long = lengths(q)[:, :, None] * lengths(k)[:, None] + log.masked_fill(~live, 0.0).abs()
         slack = self.gamma * (4.0 + 4.0 * long.amax(-1))  # (H, n)
@@ -517,11 +532,18 @@ class DecisionBound:
         c_norm = torch.where(live, lengths(c) * _GROW + error_c, 0.0)
         Kq_norm = lengths(K.flatten(2))[:, None] * lengths(q)[:, :, None]
         Qk_norm = 2.0 * lengths(Q.flatten(2))[:, :, None] * lengths(k).amax(-1)[:, None, None]
-        error = p * (lengths(OV.flatten(1))[:, None, None] + c_norm * Kq_norm)
-        error = (slack[..., None] + 8.0 * self.gamma) * error
-        own = ((slack[..., None] + 8.0 * self.gamma) * p * c_norm * Qk_norm).sum((0, 2))
-        lost = error.sum(0) + torch.diag(own)
-        part = _Attention(Q, K, OV, p, live, c_norm, c, error_c, Kq, Qk, Kq_norm + Qk_norm, slack)
+        part = _Attention(
+            *(Q, K, OV, alpha, x, p, s, w, live, c_norm, c, error_c),
+            *(Kq, Qk, Kq_norm + Qk_norm, slack),
+        )
+        lost_p, lost_s = slack[..., None] * p, slack[..., None] * p * c_norm
+        if alpha > 1.0:
+            at = _entmax_box(part, torch.zeros_like(p))
+            lost_p, lost_s = at.dp, (at.most - at.least) * c_norm
+            lost_s = lost_s + at.most * (at.dw * c_norm).sum(-1, keepdim=True)
+        lost_p, lost_s = lost_p + 8.0 * self.gamma * p, lost_s + 8.0 * self.gamma * s * c_norm
+        error = lost_p * lengths(OV.flatten(1))[:, None, None] + lost_s * Kq_norm
+        lost = error.sum(0) + torch.diag((lost_s * Qk_norm).sum((0, 2)))
         return part, B, lost
 
     def _mlp(
@@ -561,7 +583,7 @@ class DecisionBound:
     # The ball ------------------------------------------------------------------------------------
 
     def _score_gradients(self, s: int, T: Tensor) -> list[Tensor]:
-        """Gradients of the scores of stage s, centred by p: T (n d, n d) -> rows (m, H, j, d)."""
+        """Gradients of the scores of stage s, centred by w: T (n d, n d) -> rows (m, H, j, d)."""
         n, d = self.n, self.d
         stage = self.stages[s]
         f = stage.part
@@ -576,7 +598,7 @@ class DecisionBound:
             z = NQ[:, i, : i + 1] @ slab  # (H, j, m l)
             for j in range(i + 1):
                 z[:, j, : (j + 1) * d] += of_keys[j][:, i - j]
-            z -= f.p[:, i, None, : i + 1] @ z
+            z -= f.w[:, i, None, : i + 1] @ z
             z.masked_fill_(~f.live[:, i, : i + 1, None], 0.0)
             rows.append(z.view(*z.shape[:2], i + 1, d).permute(2, 0, 1, 3).contiguous())
         return rows
@@ -727,7 +749,10 @@ class DecisionBound:
                 else:
                     alive = alive & good
                     row = row.only(alive)
-                eta[1], eta[2], eta[3], eta[6], shape[1:4] = self._attention_remainder(
+                remainder = (
+                    self._softmax_remainder if stage.part.alpha == 1.0 else self._entmax_remainder
+                )
+                eta[1], eta[2], eta[3], eta[6], shape[1:4] = remainder(
                     stage.part, row, ball.gram[s][:, :n, :, :n, :n], r, S_h[:n]
                 )
             products = self.frobenius[s, 0] * r * ball.total + sum(
@@ -886,7 +911,7 @@ class DecisionBound:
         trace = torch.einsum("hief,hjef->hij", S_q, S_k).clamp(min=0.0) * _GROW
         trace = trace + self.gamma * size_q[:, :, None] * size_k[:, None]
         product = torch.minimum(l_q[:, :, None] * l_k[:, None], trace.sqrt())
-        p, live = f.p[:, :n, :n], f.live[:, :n, :n]
+        w, live = f.w[:, :n, :n], f.live[:, :n, :n]
         Qk = bent.along_rows(f.Qk[:, :n, :n], stage.h[:n], "i")
         Kq = bent.along_rows(f.Kq[:, :n, :n], stage.h[:n], "j")
         # errors of N and of the centred gradients, relative to gradients that are not centred
@@ -894,10 +919,12 @@ class DecisionBound:
         e = (Qk + Kq + product) * _GROW
         e = e + 8.0 * (tilt[:, None] + tilt) * f.loose[:, :n, :n]
         e = torch.where(live, e, 0.0)
-        e = e + (p * e).sum(-1, keepdim=True)
+        e = e + (w * e).sum(-1, keepdim=True)
         Z = r * ball.linear[s][:, :n, :n] + e
         # the ellipsoids of earlier remainders, jointly over a row, with the weights of their traces
-        gram, total = p.new_zeros(*p.shape, n), torch.zeros_like(p[..., 0])
+        if f.alpha > 1.0:  # keys without a weight may get one
+            w = 0.5 * (w + live / live.sum(-1, keepdim=True))
+        gram, total = w.new_zeros(*w.shape, n), torch.zeros_like(w[..., 0])
         for k, shape in enumerate(shapes):
             for i, z in enumerate(self.gradients[s, k + 1][:n]):  # (m, H, j, d)
                 if bool((shape.small[: i + 1] > 0.0).any()):
@@ -909,7 +936,7 @@ class DecisionBound:
                 moved = (z.flatten(1, 2) @ shape.S[: len(tokens)]).view(z.shape)
                 square = (z * moved).sum(-1).clamp(min=0.0)  # (m, H, j)
                 Z[:, i, : i + 1] += square.sqrt().sum(0)
-                size = torch.einsum("hj,mhj->mh", p[:, i, : i + 1], square).sqrt()
+                size = torch.einsum("hj,mhj->mh", w[:, i, : i + 1], square).sqrt()
                 size = size.clamp(min=1e-150)
                 each = z @ (moved / size[:, :, None, None]).mT
                 gram[:, i, : i + 1, : i + 1] += each.sum(0)
@@ -918,7 +945,7 @@ class DecisionBound:
         Z = torch.where(live, Z * _GROW, 0.0)
         return _RowMoves(Z, torch.where(live, e, 0.0), product, gram)
 
-    def _attention_remainder(
+    def _softmax_remainder(
         self, f: _Attention, row: "_RowMoves", gram: Tensor, r: float, S_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of score products, softmax, weights times values, rounding: (n,) each, and ellipsoids."""
@@ -926,20 +953,10 @@ class DecisionBound:
         p, live, c = f.p[:, :n, :n], f.live[:, :n, :n], f.c[:, :n, :n]
         slack = f.slack[:, :n, None]
         Z, e, product, earlier = row
-        grams = (r * r * gram, earlier[:, :, None])
+        spread = partial(_spread, e=e, grams=(r * r * gram, earlier[:, :, None]), gamma=self.gamma)
         value = self._value_moves(f, S_h)
         scores = (p * (1.0 + 8.0 * slack) * c * product).sum((0, 2))
         softmax, values = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0])
-
-        def spread(w: Tensor) -> Tensor:
-            """sup of (sum_j w_j delta_j^2)^1/2: (H, n, n) -> (H, n)."""
-            half = w.sqrt()[:, :, None]
-            total = (w * e * e).sum(-1).sqrt()
-            for part in grams:
-                inner = part * half[..., :, None] * half[..., None, :]
-                trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-                total = total + (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
-            return total
 
         often = torch.zeros_like(p)  # most, its part of the second order, and their joint sizes
         second = torch.zeros_like(p)
@@ -972,20 +989,77 @@ class DecisionBound:
             )
             begin = end
         values = torch.minimum(values, (dp * value).sum(-1))
-        # ellipsoids: per head, and their sum over heads
-        v = f.values[:, :n, :n]
         weight = p * (1.0 + 8.0 * slack) * product / c.clamp(min=1e-150)
+        shapes = self._attention_shapes(
+            f, S_h, scores, weight, second * most_second[..., None], often * vary[..., None]
+        )
+        error = f.error * ((p * product).sum(-1) + most_second).sum(0)
+        return scores, softmax.sum(0), values.sum(0), error, shapes
+
+    def _entmax_remainder(
+        self, f: _Attention, row: "_RowMoves", gram: Tensor, r: float, S_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The same for entmax: sum_j sigma_j (Delta_j - mu)^2 (v_j - o), o and mu by w."""
+        n = len(S_h)
+        c = f.c[:, :n, :n]
+        Z, e, product, earlier = row
+        spread = partial(_spread, e=e, grams=(r * r * gram, earlier[:, :, None]), gamma=self.gamma)
+        value = self._value_moves(f, S_h)
+        at = _entmax_box(f, torch.zeros_like(Z))  # the text itself, up to rounding
+        taken, dp = at.most * product, at.dp
+        taken = taken + at.dw * taken.sum(-1, keepdim=True)
+        scores = (taken * c).sum((0, 2))
+        second, often = torch.zeros_like(c), torch.zeros_like(c)
+        bent, values, most_second, vary = (torch.zeros_like(c[..., 0]) for _ in range(4))
+        begin = 0.0
+        for end in _CUTS:
+            at = _entmax_box(f, end * Z)
+            shift = (at.dw * Z).sum(-1)
+            moved = (Z + shift[..., None]).square()
+            w = at.sigma * (c + (at.dw * c).sum(-1, keepdim=True))
+            joint = (spread(w) + shift * w.sum(-1).sqrt()).square()
+            part = (end - begin) * (1.0 - 0.5 * (begin + end))
+            bent = bent + part * torch.minimum((w * moved).sum(-1), joint)
+            joint = (spread(at.sigma) + shift * at.sigma.sum(-1).sqrt()).square()
+            most = torch.minimum((at.sigma * moved).sum(-1), joint)
+            each = torch.minimum(at.sigma * moved, most[..., None])
+            second = second + part * (each + at.dw * most[..., None])
+            most_second = most_second + part * most * (1.0 + at.dw.sum(-1))
+            variance = spread(at.most).square()  # about the mean by s, the least there is
+            often, vary = often + (end - begin) * at.most, vary + (end - begin) * variance
+            values = values + (end - begin) * torch.minimum(
+                (at.most * value * moved.sqrt()).sum(-1),
+                variance.sqrt() * (at.most * value.square()).sum(-1).sqrt(),
+            )
+            begin = end
+        values = torch.minimum(values, ((at.dp + dp) * value).sum(-1))
+        weight = taken / c.clamp(min=1e-150)
+        shapes = self._attention_shapes(
+            f, S_h, scores, weight, second * most_second[..., None], often * vary[..., None]
+        )
+        error = f.error * ((at.most * product).sum(-1) + most_second).sum(0)
+        return scores, bent.sum(0), values.sum(0), error, shapes
+
+    def _attention_shapes(
+        self,
+        f: _Attention,
+        S_h: Tensor,
+        scores: Tensor,
+        weight: Tensor,
+        second: Tensor,
+        often: Tensor,
+    ) -> Tensor:
+        """Ellipsoids, per head, and their sum over heads: (3, n, d, d)."""
+        n = len(S_h)
+        v = f.values[:, :n, :n]
         of_scores = torch.einsum("hij,hija,hijb->iab", weight, v, v) * scores[:, None, None]
-        second = second * most_second[..., None]
         of_softmax = torch.einsum("hij,hija,hijb->hiab", second, v, v)
-        S_j = torch.einsum("hij,jab->hiab", often * vary[..., None], S_h)
+        S_j = torch.einsum("hij,jab->hiab", often, S_h)
         of_values = f.OV[:, None] @ S_j @ f.OV[:, None].mT
         ridge = lengths(f.OV.flatten(1)).square()[:, None] * torch.einsum("hiaa->hi", S_j)
         eye = torch.eye(self.d, dtype=torch.float64)
         of_values = of_values + self.gamma * ridge[..., None, None] * eye
-        shapes = torch.stack((of_scores, _sum_of(of_softmax), _sum_of(of_values)))
-        error = f.error * ((p * product).sum(-1) + most_second).sum(0)
-        return scores, softmax.sum(0), values.sum(0), error, shapes
+        return torch.stack((of_scores, _sum_of(of_softmax), _sum_of(of_values)))
 
     def _value_moves(self, f: _Attention, S_h: Tensor) -> Tensor:
         """sup of |OV dh_j|: (H, 1, n)."""
@@ -1264,6 +1338,48 @@ def _shaped(eta: Tensor, shapes: Tensor, gamma: float) -> _Shaped:
     return _Shaped(tokens, S[tokens], torch.where(moving, 0.0, sums), shapes)
 
 
+class _EntmaxBox(NamedTuple):
+    """Weights of rows over a box of scores, rounding included: (H, n, n) each."""
+
+    most: Tensor
+    """Of s."""
+    least: Tensor
+    sigma: Tensor
+    """The most of the derivative of s, (2 - alpha) p^(3 - 2 alpha) on the support."""
+    dp: Tensor
+    """How far p moves."""
+    dw: Tensor
+    """How far w = s / sum(s) moves."""
+
+
+def _entmax_box(f: _Attention, Z: Tensor) -> _EntmaxBox:
+    """Every score moves by at most Z (H, n, n); a weight grows with its score and falls with the
+    others."""
+    n, alpha = Z.shape[-1], f.alpha
+    x, p, w, live = (part[:, :n, :n] for part in (f.x, f.p, f.w, f.live))
+    Z = torch.where(live, Z + f.slack[:, :n, None], 0.0)
+    own = torch.eye(n, dtype=torch.bool)
+    corners = [torch.where(own, (x + y)[..., None, :], (x - y)[..., None, :]) for y in (Z, -Z)]
+    high, low = (tsallis(one, alpha).diagonal(dim1=-2, dim2=-1) for one in corners)
+    most, least = (slopes(part, alpha) for part in (high, low))
+    sigma = torch.where(high > 0.0, (2.0 - alpha) * high.pow(3.0 - 2.0 * alpha), 0.0)
+    up = most / (most + least.sum(-1, keepdim=True) - least).clamp(min=1e-300)
+    down = least / (least + most.sum(-1, keepdim=True) - most).clamp(min=1e-300)
+    dp, dw = torch.maximum(high - p, p - low), torch.maximum(up - w, w - down)
+    return _EntmaxBox(most * _GROW, least, sigma * _GROW, dp * _GROW, dw.clamp(min=0.0) * _GROW)
+
+
+def _spread(w: Tensor, e: Tensor, grams: Sequence[Tensor], gamma: float) -> Tensor:
+    """sup of (sum_j w_j delta_j^2)^1/2: (H, n, n) -> (H, n)."""
+    half = w.sqrt()[:, :, None]
+    total = (w * e * e).sum(-1).sqrt()
+    for part in grams:
+        inner = part * half[..., :, None] * half[..., None, :]
+        trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+        total = total + (largest(inner) * _GROW + gamma * trace).sqrt().sum(-1)
+    return total
+
+
 def _sum_of(shapes: Tensor) -> Tensor:
     """An ellipsoid around the sum over heads: (H, n, d, d) -> (n, d, d)."""
     size = torch.einsum("hnaa->hn", shapes).clamp(min=1e-300).sqrt()
@@ -1416,10 +1532,21 @@ def _require_stages(stages: Sequence[Residual]) -> None:
         if isinstance(first, SelfAttention):
             if len(branch) > 1:
                 raise ValueError(f"{where} has a layer behind its attention.")
-            if not isinstance(first.choice, Softmax) or isinstance(first.choice.beta, Tensor):
+            choice = first.choice
+            known = isinstance(choice, Softmax) or (
+                isinstance(choice, Entmax)
+                and isinstance(choice.alpha, float)
+                and 1.0 < choice.alpha <= 1.5
+            )
+            if not known or isinstance(choice.beta, Tensor):
+                learned = " and learns" if isinstance(choice.beta, Tensor) else ""
+                at = ""
+                if isinstance(choice, Entmax):
+                    learned = " and learns" if isinstance(choice.alpha, Tensor) else learned
+                    at = f" at alpha={choice.alpha}" if isinstance(choice.alpha, float) else ""
                 raise ValueError(
-                    f"{where} chooses by {type(first.choice).__name__} at beta="
-                    f"{first.choice.beta}; decisions are certified for softmax."
+                    f"{where} chooses by {type(choice).__name__}{at}{learned}; decisions are "
+                    "certified for softmax and for entmax with a fixed alpha up to 1.5."
                 )
             if first.qk_norm is not None:
                 raise ValueError(f"{where} normalises queries and keys, which is not covered.")

@@ -1174,7 +1174,7 @@ _DECISION = "sensitivity.decision."
 @attack(
     *(_DECISION + name for name in ("DecisionBound.remainders", "DecisionBound.margin")),
     _DECISION + "certified_radii",
-    share=0.05,
+    share=0.25,
     batch=24,
 )
 def decision_margins(draw: Draw) -> Outcome:
@@ -1238,7 +1238,7 @@ def decision_margins(draw: Draw) -> Outcome:
 @attack(
     *(_DECISION + name for name in ("DecisionBound.remainders", "DecisionBound.margin")),
     "sensitivity.substitutions.SubstitutionSearch.bound",
-    share=0.05,
+    share=0.25,
     batch=24,
 )
 def substitutions(draw: Draw) -> Outcome:

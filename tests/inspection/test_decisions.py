@@ -30,6 +30,7 @@ COVERED: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "tanh GELU": {"mlp": "gelu_tanh"},
     "window": {"windows": (3,)},
+    "entmax": {"choice": "entmax"},
 }
 
 
@@ -133,7 +134,8 @@ def test_kept_tokens_stay_a_set() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "post norm": ({"norm_place": "post"}, "norm_place='post'"),
-    "entmax": ({"choice": "entmax"}, "chooses by"),
+    "alpha learned": ({"choice": "entmax", "entmax_alpha_learned": True}, "Entmax and learns"),
+    "sparsemax": ({"choice": "sparsemax"}, "chooses by"),
     "normalised queries": ({"qk_norm": True}, "normalises queries"),
     "parallel": ({"parallel": True}, "parallel"),
     "relu": ({"mlp": "relu"}, "activation 'relu'"),

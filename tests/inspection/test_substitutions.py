@@ -47,7 +47,7 @@ def fewest(model: Transformer, most: int, keep: int) -> list[float]:
 
 
 READ = COVERED | {
-    "entmax": {"choice": "entmax"},
+    "sparsemax": {"choice": "sparsemax"},
     "normalised queries": {"qk_norm": True},
     "relu": {"mlp": "relu"},
 }

@@ -100,7 +100,7 @@ def test_certified_is_below_the_fewest_and_attacked_is_not(
 def test_the_bound_certifies_what_was_not_read(kind: str) -> None:
     """All substitutions at once, and fewer of them where these are too many."""
     found = {"all": 0, "some": 0}
-    for seed in range(60):
+    for seed in range(40 if kind == "entmax" else 60):  # which takes longer to solve
         net, X = network(kind, seed, blocks=1)
         rows = alternatives(X, (1, 2, 1, 1), 0.03, seed)
         bounds = search_of(net, X, rows).bound()
