@@ -34,6 +34,7 @@ what is smaller in their directions.
     norm         c1 h + c2 d, c1 = s / s' - 1 + h.d / (d s), c2 = 1/s' - 1/s, behind its branch
     scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2), along v_j - o
     softmax      sum_j y_j (v_j - o) with y >= 0, each y_j and their sum bounded
+    entmax       the same with |y_j|, the weights in its box of scores, for alpha up to 1.5
     values       |sum_j dp_j O V dh_j|, by Cauchy and Schwarz over a row
     MLP          W_D Gram W_D^T for the second order, third and fourth derivatives beyond it
 
