@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from fenchel.generation import generate as generate
     from fenchel.hf import attach as attach
     from fenchel.inspection import certify_decision as certify_decision
+    from fenchel.inspection import certify_substitutions as certify_substitutions
     from fenchel.inspection import inspect as inspect
     from fenchel.interpretability import ablate as ablate
     from fenchel.interpretability import lens as lens
@@ -86,7 +87,7 @@ _NAMES = {
     "choice": "Capped Entmax Hard Sigmoid Softmax Sparsemax kkt",
     "generation": "generate",
     "hf": "attach",
-    "inspection": "certify_decision inspect",
+    "inspection": "certify_decision certify_substitutions inspect",
     "interpretability": "ablate lens patch",
     "model": "ModelConfig Transformer",
     "optim": "Muon ScoreDescent ScoreTrust attention_pairs",

@@ -270,11 +270,16 @@ class DecisionRow:
     """What the margin lost at the certified radius, by kind of remainder."""
     stages: dict[str, float]
     """The same by stage, such as "block 2 MLP"."""
+    searched: bool = True
+    """False where a budget ended before a radius was found: ``certified`` is 0."""
+    attempted: bool = True
+    """False where it ended before an attack was made: ``attacked`` is infinite."""
 
     @property
     def vacuous(self) -> bool:
         """Whether the certificate says nothing: less than ``VACUOUS`` of the attacked radius."""
-        return self.certified < VACUOUS * self.attacked if self.ratio is not None else False
+        known = self.searched and self.ratio is not None
+        return known and self.certified < VACUOUS * self.attacked
 
     @property
     def loses_most(self) -> str:
@@ -285,6 +290,17 @@ class DecisionRow:
     def ratio(self) -> float | None:
         """certified / attacked."""
         return self.certified / self.attacked if 0.0 < self.attacked < math.inf else None
+
+
+def _spans(positions: Sequence[int]) -> str:
+    """
+    >>> _spans([1, 2, 3, 7, 9, 10])
+    '1 to 3, 7, 9 to 10'
+    """
+    begins = [t for t in positions if t - 1 not in positions]
+    ends = [t for t in positions if t + 1 not in positions]
+    pairs = zip(begins, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,11 +321,79 @@ class DecisionCertification:
     rows: list[DecisionRow]
     seconds: dict[str, float]
 
+    @property
+    def not_reached(self) -> str:
+        """What a budget left out, as a sentence without its end; "" where nothing was."""
+        left = {
+            "no radius was found at": [row.position for row in self.rows if not row.searched],
+            "no attack was made at": [row.position for row in self.rows if not row.attempted],
+        }
+        return ", ".join(f"{what} {_spans(at)}" for what, at in left.items() if at)
+
     def plain(self) -> dict[str, Any]:
         """As JSON has it, with what follows from each row: None for what is not finite."""
         plain = dict(_plain(self, ()))
         for row, of in zip(plain["rows"], self.rows, strict=True):
             row |= {"ratio": of.ratio, "vacuous": of.vacuous, "loses_most": of.loses_most}
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubstitutionRow:
+    """How many tokens may be substituted before the next token changes, from both sides."""
+
+    position: int
+    token: str
+    """The last token read."""
+    kept: list[str]
+    """The tokens with the largest logits, which must stay so."""
+    margin: float
+    """In logits, over the runner-up."""
+    certified: int
+    """No allowed substitution of at most this many tokens changes the decision."""
+    attacked: int | None
+    """This many do; None where none was found."""
+    most: int
+    """Tokens up to here that may be substituted at once."""
+    read: int
+    """Texts that were read to count; those of the attack come on top."""
+    allowed: int
+    """Texts that may stand here."""
+    how: str
+    """"exact": ``certified`` is the largest count; "read": all texts up to it were read; "bound":
+    by a bound of the margin."""
+    witness: dict[str, list[str]]
+    """The substitutions of a text that changes the decision: position to (before, after)."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether no allowed substitution changes the decision."""
+        return self.certified == self.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubstitutionCertification:
+    """Certified substitutions of a model on a text."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
+    alternatives: dict[str, list[str]]
+    """Tokens of the text, and what they may become."""
+    keep: int
+    """How many of the largest logits must stay so."""
+    complete: bool
+    """False where the time given ended the search."""
+    refused: str
+    """Why there is no bound beyond texts that were read; "" where none is missing."""
+    rows: list[SubstitutionRow]
+    seconds: dict[str, float]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, with what follows from each row."""
+        plain = dict(_plain(self, ()))
+        for row, of in zip(plain["rows"], self.rows, strict=True):
+            row["safe"] = of.safe
         return plain
 
 

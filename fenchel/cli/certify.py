@@ -20,6 +20,8 @@ from fenchel.cli.console import (
 )
 from fenchel.cli.inspect import numbers
 
+_DECISION = ("--keep", "--budget", "--synonyms", "--substitutions", "--texts")
+
 
 def run(
     directory: CheckpointPath,
@@ -31,6 +33,9 @@ def run(
     decision: Switch = False,
     lipschitz: Switch = False,
     keep: Whole = 1,
+    synonyms: Path | None = None,
+    substitutions: Whole | None = None,
+    texts: Whole | None = None,
     budget: Words | None = None,
     out: Path | None = None,
     max_tokens: Whole | None = None,
@@ -51,8 +56,9 @@ def run(
     the text itself, the largest norm found in the ball with the point that attains it, and a bound
     that no point of the ball exceeds. The ball is around the input of attention, after its norm
     layer. With --decision, for every position, how far the embeddings may move before the next
-    token changes: a radius within which none does, and one at which an attack succeeds. With
-    --lipschitz, how far any logit can move for any text when no embedding moves further than 1.
+    token changes: a radius within which none does, and one at which an attack succeeds; with
+    --synonyms, how many of its tokens may become others. With --lipschitz, how far any logit can
+    move for any text when no embedding moves further than 1.
 
     Parameters
     ----------
@@ -70,8 +76,16 @@ def run(
         an attack found from the text; as a sentence, without a page.
     keep
         With --decision: this many of the likeliest tokens must stay so.
+    synonyms
+        With --decision: a JSON file of words and what each may become, {"great": ["good"]}; all
+        are of one token, with a space in front or without, as the word stands in the text.
+    substitutions
+        With --synonyms: at most this many tokens at once; all when left out.
+    texts
+        With --synonyms: read at most this many texts, 20,000 when left out, to count exactly.
     budget
-        With --decision: a time such as 90s or 3m; what is known by then is shown.
+        With --decision: a time such as 90s or 3m; what is known by then is shown, shorter prefixes
+        of the text first.
     out
         The page; certificates.html when left out, and none with --json.
     max_tokens
@@ -99,6 +113,9 @@ def run(
         "--norm": norm is not None,
         "--keep": keep != 1,
         "--budget": budget is not None,
+        "--synonyms": synonyms is not None,
+        "--substitutions": substitutions is not None,
+        "--texts": texts is not None,
         "--out": out is not None,
         "--layers": layers is not None,
         "--heads": heads,
@@ -121,32 +138,51 @@ def run(
         )
     both = ("--norm", "--out", "--seed")
     for flag in (flag for flag, is_given in given.items() if is_given and flag not in both):
-        if (flag in ("--keep", "--budget")) != decision:
+        if (flag in _DECISION) != decision:
             raise ValueError(f"{flag} is read {'without' if decision else 'with'} --decision only.")
+    for flag in ("--substitutions", "--texts"):
+        if given[flag] and synonyms is None:
+            raise ValueError(f"{flag} is read with --synonyms only.")
+    if synonyms is not None and norm is not None:
+        raise ValueError("--norm is of embeddings that move; leave it out with --synonyms.")
     names = ("all", "token", "one") if decision else ("fro", "token")
     if norm is not None and norm not in names:
         raise ValueError(
             f"--norm is {', '.join(names)} {'with' if decision else 'without'} --decision, "
             f"got {norm}."
         )
-    page = MeasuredPage(out, "certificates.html", json=json, reads=[directory, text_path(text)])
+    reads = [directory, text_path(text), synonyms]
+    page = MeasuredPage(out, "certificates.html", json=json, reads=reads)
     require_inputs(directory, text, conversations=True)
     certification: Any
     with stages(json=json) as console:
-        from fenchel.inspection import Search, certify_model, certify_text_decisions, open_model
+        from fenchel.inspection import (
+            Search,
+            certify_model,
+            certify_text_decisions,
+            certify_text_substitutions,
+            open_model,
+            read_synonyms,
+        )
 
         if decision:
             from fenchel.train.config import seconds
 
-            certification = certify_text_decisions(
-                open_model(directory),
-                text,
-                norm=norm or "all",
-                keep=keep,
-                max_tokens=16 if max_tokens is None else max_tokens,
-                budget=None if budget is None else seconds(budget),
-                progress=console.progress,
-            )
+            words = None if synonyms is None else read_synonyms(synonyms)
+            settings: dict[str, Any] = {
+                "keep": keep,
+                "max_tokens": 16 if max_tokens is None else max_tokens,
+                "budget": None if budget is None else seconds(budget),
+                "progress": console.progress,
+            }
+            if words is None:
+                settings |= {"norm": norm or "all"}
+                certification = certify_text_decisions(open_model(directory), text, **settings)
+            else:
+                settings |= {"most": substitutions} | ({} if texts is None else {"texts": texts})
+                certification = certify_text_substitutions(
+                    open_model(directory), text, words, **settings
+                )
         else:
             on, kind = device_and_dtype(device, dtype, float64=True)
             assert kind is not None
@@ -163,18 +199,23 @@ def run(
                 seed=seed,
                 progress=console.progress,
             )
-    from fenchel.report.certificates import render, render_decisions
+    from fenchel.report.certificates import render, render_decisions, render_substitutions
 
-    write = render_decisions if decision else render
+    write = render_substitutions if synonyms else render_decisions if decision else render
     if page.write(lambda: write(certification), certification.plain):
         return 0
-    from fenchel.cli.inspection_tables import certificate_tables, decision_table
-
-    tables = (
-        [decision_table(certification)]
-        if decision
-        else certificate_tables(certification.certificates, certification.tokens)
+    from fenchel.cli.inspection_tables import (
+        certificate_tables,
+        decision_table,
+        substitution_tables,
     )
+
+    if synonyms:
+        tables = substitution_tables(certification)
+    elif decision:
+        tables = [decision_table(certification)]
+    else:
+        tables = [*certificate_tables(certification.certificates, certification.tokens)]
     page.show(tables, [certification.subject["begin"]])
     return 0
 

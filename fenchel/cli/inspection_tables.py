@@ -21,6 +21,7 @@ from fenchel.inspection_result import (
     Inspection,
     Network,
     ScoreParts,
+    SubstitutionCertification,
 )
 from fenchel.report.measures import (
     BLOCK,
@@ -29,6 +30,7 @@ from fenchel.report.measures import (
     HEAD,
     HEAD_CERTIFICATE,
     LARGEST_GAIN,
+    SUBSTITUTION,
     Item,
     Measure,
     format_value,
@@ -74,6 +76,12 @@ _DECISION_LEGEND = (
     "how far the embeddings may move before the next token changes: no change within certified "
     "does it, one of length attacked does; margin in logits over the runner-up; an embedding has "
     "a length of about {:.3g}"
+)
+
+_SUBSTITUTION_LEGEND = (
+    "of: tokens that may be substituted at once; no text with at most certified substitutions "
+    "changes the next token, attacked of them were found that do; exact: no larger count holds, "
+    "by so many texts that were read; read: larger ones are open; bound: by a bound of the margin"
 )
 
 _OVER_HEADS: tuple[tuple[str, Callable[[Iterable[float]], float]], ...] = (
@@ -228,7 +236,27 @@ def decision_table(result: DecisionCertification) -> Table:
     vacuous = sum(row.vacuous for row in result.rows)
     title += f" ({vacuous} vacuous)" if vacuous else ""
     shown = [one for one in DECISION if one.name not in ("rival", "loses most")]
-    return _measured(shown, result.rows, title, _DECISION_LEGEND.format(result.token_norm))
+    legend = _DECISION_LEGEND.format(result.token_norm)
+    legend += f"; within --budget {result.not_reached}" if result.not_reached else ""
+    return _measured(shown, result.rows, title, legend)
+
+
+def substitution_tables(result: SubstitutionCertification) -> list[Table]:
+    """What may change, counts position by position, and the texts that change a decision."""
+    keep = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
+    title = f"substitutions and {keep}" + ("" if result.complete else " (ended by --budget)")
+    legend = _SUBSTITUTION_LEGEND + (f"; no bound: {result.refused}" if result.refused else "")
+    sets = plain_table("substitutions allowed", ("token", "may become"))
+    for token, others in result.alternatives.items():
+        sets.add_row(escape(repr(token)), escape(", ".join(map(repr, others))))
+    changes = plain_table("texts that change the decision", ("at", "substitutions"))
+    for row in result.rows:
+        pairs = (f"{m} {a!r} to {b!r}" for m, (a, b) in row.witness.items())
+        if row.witness:
+            changes.add_row(str(row.position), escape(", ".join(pairs)))
+    found = [changes] if changes.row_count else []
+    shown = [one for one in SUBSTITUTION if one.name not in ("margin", "texts allowed")]
+    return [sets, _measured(shown, result.rows, title, legend), *found]
 
 
 def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:

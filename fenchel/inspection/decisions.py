@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fenchel.data import ProgressCallback
+from fenchel.files import printable
 from fenchel.inspection.certificates import (
     block_layer,
     norm_layer,
@@ -35,8 +36,11 @@ from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity.decision import (
     DecisionBound,
     DecisionNetwork,
+    OutOfTime,
+    Radius,
     certified_radii,
     require_size,
+    rivals_of,
 )
 from fenchel.sensitivity.decision_attack import nearest_change
 from fenchel.sensitivity.layers import (
@@ -49,6 +53,7 @@ from fenchel.sensitivity.layers import (
 from fenchel.sensitivity.token_lipschitz import largest_stretch, logit_bound
 
 _SHARE = 0.7  # of a budget, for the certificate
+_SHORTEST = 8  # tokens of the first prefix within a budget; each is twice the one before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +71,17 @@ class PositionDecision:
     attacked: float
     """inf where no change was found."""
     first_order: float
-    """Margin over gradient: no bound."""
+    """Margin over gradient: no bound; nan where the gradient was not reached."""
     witness: Tensor | None
     """A change of the embeddings, (position + 1, M), of length ``attacked``."""
     parts: dict[str, float]
     """What the margin lost at the certified radius, by kind of remainder."""
     stages: list[float]
     """The same by stage of the network, without the gradient and the last norm."""
+    searched: bool = True
+    """False where a budget ended before a radius was found: ``certified`` is 0."""
+    attempted: bool = True
+    """False where it ended before an attack was made: ``attacked`` is inf."""
 
     @property
     def ratio(self) -> float:
@@ -135,8 +144,9 @@ def certify_decision(
 
     ``norm`` is "all" (all tokens together), "token" (each token) or "one" (the last token of each
     prefix alone). ``keep`` is the number of largest logits that must stay the largest. ``budget``
-    is in seconds; when it is spent, what is known is returned. The attack aims at the ``rivals``
-    nearest tokens and counts a change to any.
+    is in seconds; when it is spent, what is known is returned. Prefixes of 8, 16, 32 ... tokens
+    are certified in turn within it, each for the positions that the one before it lacks. The attack
+    aims at the ``rivals`` nearest tokens and counts a change to any.
 
     >>> from fenchel.model import ModelConfig, Transformer
     >>> config = ModelConfig(vocabulary=16, width=8, layers=1, heads=2, initial="normal")
@@ -160,39 +170,70 @@ def certify_decision(
     X = X[: chosen[-1] + 1]
     network = network.prefix(len(X))
     say = progress or (lambda *_: None)
-    say("certificates", 0, len(chosen))
-    bound = DecisionBound(network, X, keep=keep)
     middle = math.inf if budget is None else begin + _SHARE * budget
-    radii = certified_radii(
-        bound, norm, chosen, middle, lambda done: say("certificates", done, len(chosen))
-    )
-    searched = time.monotonic() < middle
+    radii: dict[int, Radius] = {}
+
+    def search(done: int) -> None:
+        say("certificates", len(radii) + done, len(chosen))
+
+    for group in [chosen] if budget is None else _by_length(chosen):
+        cut = group[-1] + 1
+        say("setup", 0, 0)
+        try:
+            bound = DecisionBound(
+                *(network.prefix(cut), X[:cut]),
+                keep=keep,
+                deadline=middle,
+                progress=lambda done, total: say("setup", done, total),
+            )
+        except OutOfTime:
+            break
+        radii |= certified_radii(bound, norm, group, search)
+        del bound  # before the next one, which is larger
+    searched = len(radii) == len(chosen) and time.monotonic() < middle
+    margins = rivals_of(network, network.streams(X)[-1], keep)
     results = []
     for done, t in enumerate(chosen):
         say("attacks", done, len(chosen))
-        radius, at = radii[t], bound.rivals[t]
-        change = nearest_change(
-            network.prefix(t + 1), X[: t + 1], at.kept, norm, rivals=rivals, deadline=deadline
-        )
-        attacked = math.inf if change is None else length(change, norm) * (1.0 + 1e-12)
+        at, radius = margins[t], radii.get(t)
+        attempted = time.monotonic() < deadline
+        change = None
+        if attempted:
+            change = nearest_change(
+                network.prefix(t + 1), X[: t + 1], at.kept, norm, rivals=rivals, deadline=deadline
+            )
         gaps = at.margins.amin(0)
         results.append(
             PositionDecision(
                 position=t,
                 kept=at.kept.tolist(),
-                rival=radius.rival,
+                rival=int(gaps.argmin()) if radius is None else radius.rival,
                 margin=float(gaps.amin()),
-                certified=radius.certified,
-                attacked=attacked,
-                first_order=radius.first_order,
+                certified=0.0 if radius is None else radius.certified,
+                attacked=math.inf if change is None else length(change, norm) * (1.0 + 1e-12),
+                first_order=math.nan if radius is None else radius.first_order,
                 witness=change,
-                parts={} if radius.bound is None else radius.bound.parts,
-                stages=[] if radius.bound is None else radius.bound.stages,
+                parts={} if radius is None or radius.bound is None else radius.bound.parts,
+                stages=[] if radius is None or radius.bound is None else radius.bound.stages,
+                searched=radius is not None,
+                attempted=attempted,
             )
         )
-    spent = time.monotonic() - begin
-    complete = searched and time.monotonic() < deadline
-    return Decision(norm, keep, results, network, X, spent, complete)
+    now = time.monotonic()
+    complete = searched and all(one.attempted for one in results) and now < deadline
+    return Decision(norm, keep, results, network, X, now - begin, complete)
+
+
+def _by_length(positions: Sequence[int]) -> list[list[int]]:
+    """Positions in groups that prefixes of 8, 16, 32 ... tokens serve.
+
+    >>> _by_length([0, 7, 8, 31, 32])
+    [[0, 7], [8], [31], [32]]
+    """
+    groups: dict[int, list[int]] = {}
+    for t in positions:
+        groups.setdefault((t // _SHORTEST).bit_length(), []).append(t)
+    return list(groups.values())
 
 
 def certify_text_decisions(
@@ -209,7 +250,7 @@ def certify_text_decisions(
 
     ``progress`` is called with what is done, of how much.
     """
-    transformer, text = transformer_of(model), tokenize_text(model, source, max_tokens)
+    transformer, text = decoder_of(model), tokenize_text(model, source, max_tokens)
     ids = torch.tensor(text.ids)
     found = certify_decision(
         transformer, ids, norm=norm, keep=keep, budget=budget, progress=progress
@@ -229,6 +270,8 @@ def certify_text_decisions(
             moved=[float(f"{share:.4g}") for share in (moved / moved.sum()).tolist()],
             parts=one.parts,
             stages={_stage_name(s): lost for s, lost in enumerate(one.stages)},
+            searched=one.searched,
+            attempted=one.attempted,
         )
 
     return DecisionCertification(
@@ -242,6 +285,17 @@ def certify_text_decisions(
         rows=[row(one) for one in found.positions],
         seconds={"decisions": found.seconds},
     )
+
+
+def decoder_of(model: InspectedModel) -> Transformer:
+    """The Transformer whose decisions can be certified; refuses classifiers by their class."""
+    named = getattr(getattr(model.model, "config", None), "architectures", None) or [""]
+    if "Classification" in str(named[0]):
+        raise ValueError(
+            f"{model.name} is a {printable(str(named[0]))}, whose classifier fenchel does not "
+            "read; decisions are certified for the next token of causal decoders."
+        )
+    return transformer_of(model)
 
 
 def _stage_name(s: int) -> str:
@@ -323,8 +377,15 @@ def network_of(model: Transformer, ids: Tensor) -> tuple[DecisionNetwork, Tensor
     head = LinearLayer(scale * model.lm_head_weight.detach().double().mT, bias)
     network = DecisionNetwork(tuple(stages), norm, head)
     X = records[0].block.x[0].double()
-    logits, cap = network(X), config.logit_softcap
+    require_same_logits(network, X, model, ids)
+    return network, X
+
+
+def require_same_logits(
+    network: DecisionNetwork, X: Tensor, model: Transformer, ids: Tensor
+) -> None:
+    """Refuse a network whose logits at X differ from those of the model for ids (T,)."""
+    logits, cap = network(X), model.config.logit_softcap
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     with torch.no_grad(), evaluating(model):
         require_agreement(logits, model(ids[None])[0].double(), "model")
-    return network, X

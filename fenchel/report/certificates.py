@@ -2,6 +2,7 @@
 
 Certification         -> parts -> one document
 DecisionCertification -> parts -> one document
+SubstitutionCertification -> parts -> one document
 """
 
 import math
@@ -14,6 +15,7 @@ from fenchel.inspection_result import (
     Certification,
     DecisionCertification,
     LayerCertificate,
+    SubstitutionCertification,
 )
 from fenchel.report.heat_map import heat_values, span_edges, span_sums, token_map
 from fenchel.report.html import (
@@ -37,6 +39,7 @@ from fenchel.report.measures import (
     CERTIFICATE,
     DECISION,
     HEAD_CERTIFICATE,
+    SUBSTITUTION,
     measures_table,
     top_tokens,
 )
@@ -158,7 +161,8 @@ def decisions(result: DecisionCertification) -> Section:
         share = format_bound(median(ratios), up=False)
         verdict = f"The certified radius is {share} of the attacked one, in the median."
     if not result.complete:
-        verdict += " The time that was given ended the search; radii of 0 were not searched."
+        left = f"; {result.not_reached}" if result.not_reached else ""
+        verdict += f" The time that was given ended the search{left}."
     about = (
         f"How far the embeddings may move before {what} changes, where {_MOVES[result.norm]}. "
         "Certified <= the true radius <= attacked. An embedding has a length of about "
@@ -188,11 +192,72 @@ def decisions(result: DecisionCertification) -> Section:
     )
 
 
+def render_substitutions(result: SubstitutionCertification) -> str:
+    """The page of certified substitutions."""
+    sentence = (
+        f"{result.subject['family']}: substitutions certified at "
+        f"{pluralise(len(result.rows), 'position')} of {shorten(clean(result.text), 80)}."
+    )
+    about = (
+        "Texts are read in the order of their substitutions, in float64, as far as the number of "
+        "them allows; a count at which all were read is exact, for every position behind the last "
+        "substitution at once. Beyond it the margin is bounded by an expansion about the text: the "
+        "exact loss of its gradient at the worst substitutions, and remainders. The attack adds "
+        "the substitution that leaves the least margin until the decision changes."
+    )
+    tables = {
+        "subject": result.subject,
+        "settings": {"text": result.text, "keep": result.keep},
+        "may become": {
+            shorten(clean(repr(token)), 20): ", ".join(map(repr, others))
+            for token, others in result.alternatives.items()
+        },
+    }
+    method = method_section("How it was computed", about, tables, result.seconds)
+    sections = [substitutions(result), method]
+    return subject_page("decisions", "certified", result.subject, sentence, sections)
+
+
+def substitutions(result: SubstitutionCertification) -> Section:
+    """The section with both counts of every position."""
+    what = "the next token" if result.keep == 1 else f"the {result.keep} likeliest tokens"
+    met = [row for row in result.rows if row.most]
+    safe = sum(row.safe for row in met)
+    verdict = (
+        f"No allowed substitution changes {what} at {safe} of "
+        f"{pluralise(len(met), 'position')} that have any."
+    )
+    verdict += "" if result.complete else " The time that was given ended the search."
+    if result.refused:
+        verdict += f" There is no bound beyond the texts that were read: {result.refused}"
+    about = (
+        f"How many tokens may be substituted at once before {what} changes: no text with at most "
+        "certified substitutions changes it, attacked of them were found that do. How: exact, no "
+        "larger count holds, by the texts that were read; read, larger ones are open; bound, by a "
+        "bound of the margin."
+    )
+    changes = [
+        (str(row.position), ", ".join(f"{m} {a!r} to {b!r}" for m, (a, b) in row.witness.items()))
+        for row in result.rows
+        if row.witness
+    ]
+    body = [
+        element("p", verdict, class_="verdict"),
+        element("p", about, class_="about"),
+        measures_table(SUBSTITUTION, result.rows, caption="margin in logits"),
+    ]
+    if changes:
+        caption = "texts that change the decision, by position and token"
+        body.append(table(("position", "substitutions"), changes, caption=caption, numeric=False))
+    return Section(anchor="decisions", title="Substitutions", body=join(body, "\n"))
+
+
 def _radii_picture(result: DecisionCertification) -> dict[str, Any]:
     rows = []
     for row in result.rows:
         inside = row.first_order if row.first_order < row.attacked else math.nan
-        upper = "none found" if row.ratio is None else format_bound(row.attacked, up=True)
+        none = "none found" if row.attempted else "not reached"
+        upper = none if row.ratio is None else format_bound(row.attacked, up=True)
         name = f"{row.position} {shorten(clean(repr(row.token)), 14)}"
         texts = (format_bound(row.certified, up=False), upper)
         rows.append(_interval(name, (inside, row.certified, row.attacked), texts))

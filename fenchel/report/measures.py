@@ -2,8 +2,9 @@
 
 A ``Measure`` is one number of a head, a block or a certificate: its heading, where it stands in the
 results (fenchel/inspection_result.py), what it means, and how it is written. ``HEAD``, ``BLOCK``,
-``CERTIFICATE`` and ``DECISION`` are the columns of the tables, and those of ``HEAD`` with an
-explanation are also drawn as heat maps. The terminal shows some of them under shorter headings.
+``CERTIFICATE``, ``DECISION`` and ``SUBSTITUTION`` are the columns of the tables, and those of
+``HEAD`` with an explanation are also drawn as heat maps. The terminal shows some of them under
+shorter headings.
 """
 
 import math
@@ -18,6 +19,7 @@ from fenchel.inspection_result import (
     HeadCertificate,
     Interval,
     LayerCertificate,
+    SubstitutionRow,
 )
 from fenchel.report.html import Html, clean, format_bound, format_number, shorten, table
 
@@ -239,10 +241,24 @@ DECISION: tuple[Measure[DecisionRow], ...] = (
     Measure("next token", lambda d: _quoted(*d.kept)),
     Measure("rival", lambda d: _quoted(d.rival)),
     Measure("margin", lambda d: d.margin, digits=".2f"),
-    Measure("certified", lambda d: d.certified, bound="lower"),
-    Measure("attacked", lambda d: d.attacked, bound="upper"),
+    Measure("certified", lambda d: d.certified if d.searched else "not reached", bound="lower"),
+    Measure("attacked", lambda d: d.attacked if d.attempted else "not reached", bound="upper"),
     Measure("certified / attacked", lambda d: d.ratio, short="ratio", bound="lower"),
     Measure("loses most", lambda d: "vacuous" if d.vacuous else d.loses_most),
+)
+
+
+SUBSTITUTION: tuple[Measure[SubstitutionRow], ...] = (
+    Measure("position", lambda d: str(d.position), short="at"),
+    Measure("after", lambda d: _quoted(d.token)),
+    Measure("next token", lambda d: _quoted(*d.kept)),
+    Measure("margin", lambda d: d.margin, digits=".2f"),
+    Measure("may change", lambda d: str(d.most), short="of"),
+    Measure("certified", lambda d: ("all" if d.safe else str(d.certified)) if d.most else "-"),
+    Measure("attacked", lambda d: "-" if d.attacked is None else str(d.attacked)),
+    Measure("how", lambda d: d.how if d.most else "-"),
+    Measure("texts read", lambda d: f"{d.read:,}", short="texts"),
+    Measure("texts allowed", lambda d: f"{d.allowed:,}"),
 )
 
 

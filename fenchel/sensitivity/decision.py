@@ -34,11 +34,15 @@ what is smaller in their directions.
     norm         c1 h + c2 d, c1 = s / s' - 1 + h.d / (d s), c2 = 1/s' - 1/s, behind its branch
     scores       |dq . dk| <= min(l_q l_k, tr(S_q S_k)^1/2), along v_j - o
     softmax      sum_j y_j (v_j - o) with y >= 0, each y_j and their sum bounded
+    entmax       the same with |y_j|, the weights in its box of scores, for alpha up to 1.5
     values       |sum_j dp_j O V dh_j|, by Cauchy and Schwarz over a row
     MLP          W_D Gram W_D^T for the second order, third and fourth derivatives beyond it
 
 **Causality.** Nothing about token i depends on later tokens: one set of eta serves all positions.
 Behind the last attention nothing depends on any other token.
+
+**Finite sets.** Where tokens may become others, the displacements of a token take the place of its
+ball at r = 1 (fenchel/sensitivity/substitutions.py).
 
 **Rounding.** The centres x^s are computed numbers, and d^s is the distance from them, so the error
 of a forward pass is a part of err_s. So is that of D_s, relative to the sums of absolute values of
@@ -52,12 +56,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from fenchel.choice import Softmax
+from fenchel.choice import Entmax, Softmax
+from fenchel.choice.entmax import spread as slopes
+from fenchel.choice.entmax import tsallis
 from fenchel.sensitivity.bounds.feedforward import SLOPES
 from fenchel.sensitivity.layers import (
     _FUNCTIONS,
@@ -220,11 +227,19 @@ class _Attention(NamedTuple):
     K: Tensor
     OV: Tensor
     """(H, d, d)."""
+    alpha: float
+    """1 for softmax."""
+    x: Tensor
+    """Scores with the prior: (H, n, n)."""
     p: Tensor
+    s: Tensor
+    """p^(2 - alpha) on the support: the derivative is diag(s) - s s^T / sum(s)."""
+    w: Tensor
+    """s / sum(s)."""
     live: Tensor
     """Keys that a row may attend to: (H, n, n)."""
     c: Tensor
-    """|v_j - o_i|: (H, n, n)."""
+    """|v_j - o_i|, with o the mean by w: (H, n, n)."""
     values: Tensor
     """v_j - o_i: (H, i, j, d)."""
     error: Tensor
@@ -232,11 +247,11 @@ class _Attention(NamedTuple):
     Kq: Tensor
     """Derivative of the score in the key's token: (H, i, j, d)."""
     Qk: Tensor
-    """In the query's token, centred by p: (H, i, j, d)."""
+    """In the query's token, centred by w: (H, i, j, d)."""
     loose: Tensor
     """The lengths of both, before they are centred: (H, n, n)."""
     slack: Tensor
-    """Relative error of a weight: (H, n)."""
+    """Error of a score, relative error of a weight of softmax: (H, n)."""
 
 
 class _Stage(NamedTuple):
@@ -292,6 +307,42 @@ class Rivals:
     """The normed token, (d,)."""
 
 
+def rivals_of(network: DecisionNetwork, X: Tensor, keep: int) -> list[Rivals]:
+    """Margins of every token of the last stream X (n, d), rounded down, and the last norm there."""
+    h, size, _ = _unit(network.norm, X)
+    E, b = _logit_rows(network)
+    gamma = _relative_rounding(network, *X.shape)
+    plain = replace(network.norm, weight=None, bias=None)
+    rivals = []
+    for t in range(len(X)):
+        logits = (E @ h[t]) + b
+        error = gamma * (lengths(E) * float(h[t].norm()) + b.abs())
+        error = error + lengths(E) * 2.0 * plain.rounding(X[t : t + 1])
+        kept = logits.topk(keep).indices
+        margins = logits[kept, None] - logits - error[kept, None] - error
+        margins[:, kept] = math.inf
+        gaps = torch.stack([lengths(E[i] - E) for i in kept]) * _GROW
+        gaps = gaps + gamma * (lengths(E)[kept, None] + lengths(E))
+        rivals.append(Rivals(kept, margins, gaps, b[kept, None] - b, size[t], h[t]))
+    return rivals
+
+
+def _logit_rows(network: DecisionNetwork) -> tuple[Tensor, Tensor]:
+    """E (V, d) with the gain of the last norm in it, and the bias (V,)."""
+    norm, head = network.norm, network.head
+    return _folded(norm, head.W).mT, _folded_bias(norm, head.W, head.b)
+
+
+def _relative_rounding(network: DecisionNetwork, n: int, d: int) -> float:
+    """More than that of a few products, each a sum over any axis."""
+    widest = max([n * d, *(_widest(stage) for stage in network.stages)])
+    return 16.0 * (widest + 64) * _EPS
+
+
+class OutOfTime(Exception):
+    """A deadline has passed."""
+
+
 class Bound(NamedTuple):
     """The least lower bound of a margin at a position, and what it lost."""
 
@@ -308,23 +359,38 @@ class Bound(NamedTuple):
 class DecisionBound:
     """Lower bounds of the margins of a network about X (n, d), at every position."""
 
-    def __init__(self, network: DecisionNetwork, X: Tensor, *, keep: int = 1) -> None:
-        self.network, self.keep = network, keep
+    def __init__(
+        self,
+        network: DecisionNetwork,
+        X: Tensor,
+        *,
+        keep: int = 1,
+        deadline: float = math.inf,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """``progress`` is called with the products of Jacobians that are done, of how many.
+
+        Every method raises OutOfTime after ``deadline``, by time.monotonic.
+        """
+        self.network, self.deadline = network, deadline
         self.n, self.d = X.shape
         _require_stages(network.stages)
         attends = [isinstance(_parts(one)[1][0], SelfAttention) for one in network.stages]
         self._mixing = max((s for s, one in enumerate(attends) if one), default=-1)
         """The last stage in which tokens meet."""
         require_size(self.n, self.d, len(network.stages))
-        widest = max(self.n * self.d, *(_widest(stage) for stage in network.stages))
-        self.gamma = 16.0 * (widest + 64) * _EPS
-        """More than the relative rounding of a few products, each a sum over any axis."""
+        self.gamma = _relative_rounding(network, self.n, self.d)
         self.X = X.detach().double()
         with torch.no_grad():
             self.streams = network.streams(self.X)
-            self._expand()
+            self.rivals = rivals_of(network, self.streams[-1], keep)
+            self._expand(progress or (lambda *_: None))
 
-    def _expand(self) -> None:
+    def _require_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise OutOfTime
+
+    def _expand(self, progress: Callable[[int, int], None]) -> None:
         n, d = self.n, self.d
         self.stages: list[_Stage] = []
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
@@ -334,7 +400,9 @@ class DecisionBound:
         self.lengths: dict[tuple[int, int], Tensor] = {}
         current = {0: torch.eye(n * d, dtype=torch.float64)}
         self._keep(0, current)
+        S = len(self.network.stages)
         for s, residual in enumerate(self.network.stages):
+            self._require_time()
             stage, J = self._stage(residual, self.streams[s])
             self.stages.append(stage)
             if isinstance(stage.part, _Attention):
@@ -342,11 +410,26 @@ class DecisionBound:
                     self.gradients[s, k] = self._score_gradients(s, T)
             meet = isinstance(stage.part, _Attention)
             for k, T in current.items():  # one by one, so that each replaces its predecessor
-                current[k] = J if k == s else _composed(J, T, d, meet=meet)
+                progress(s * (s + 1) // 2 + k, S * (S + 1) // 2)
+                current[k] = J if k == s else self._composed(J, T, meet=meet)
             current[s + 1] = torch.eye(n * d, dtype=torch.float64)
             self._keep(s + 1, current)
         self.frobenius = {key: float(t.norm()) for key, t in self.lengths.items()}
-        self.rivals = [self._rivals(t) for t in range(n)]
+
+    def _composed(self, J: Tensor, T: Tensor, *, meet: bool) -> Tensor:
+        """J T of causal Jacobians, lower triangular by tokens of width d; without ``meet`` J is one
+        block per token."""
+        size, d = len(J), self.d
+        if not meet:
+            own = J.view(size // d, d, size // d, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            return (own @ T.view(size // d, d, size)).view(size, size)
+        product, step = torch.zeros_like(T), _TOGETHER * d
+        for i in range(0, size, step):
+            self._require_time()
+            for m in range(0, i + 1, step):
+                block = J[i : i + step, m : i + step] @ T[m : i + step, m : m + step]
+                product[i : i + step, m : m + step] = block
+        return product
 
     def _keep(self, s: int, current: dict[int, Tensor]) -> None:
         n, d = self.n, self.d
@@ -425,19 +508,23 @@ class DecisionBound:
         live = log > -math.inf
         if bool((live & ~torch.ones(n, n, dtype=torch.bool).tril()).any()):
             raise ValueError("a decision is certified for causal attention; this one looks ahead.")
-        p = (q @ k.mT + log).softmax(-1)
+        x = q @ k.mT + log
+        alpha = float(layer.choice.alpha) if isinstance(layer.choice, Entmax) else 1.0
+        p = x.softmax(-1) if alpha == 1.0 else tsallis(x, alpha)
+        s = p if alpha == 1.0 else slopes(p, alpha)
+        w = s / s.sum(-1, keepdim=True)
         assert layer.W_O is not None
         W_O = scale * layer.W_O.view(H, -1, layer.W_O.shape[-1])  # (H, E, d)
         OV = (W_V @ W_O).mT  # (H, d, d): out = OV h
         v = h @ OV.mT + b_V @ W_O
-        o = p @ v
+        o = w @ v
         c = v[:, None] - o[:, :, None]  # (H, i, j, d)
         Kq = torch.einsum("hjem,hie->hijm", K, q)
-        centred = k[:, None] - (p @ k)[:, :, None]
+        centred = k[:, None] - (w @ k)[:, :, None]
         Qk = torch.einsum("hiem,hije->hijm", Q, centred)
-        B = torch.einsum("hij,hmk->imjk", p, OV) + torch.einsum("hij,hijm,hijk->imjk", p, c, Kq)
+        B = torch.einsum("hij,hmk->imjk", p, OV) + torch.einsum("hij,hijm,hijk->imjk", s, c, Kq)
         index = torch.arange(n)
-        B[index, :, index, :] += torch.einsum("hij,hijm,hijk->imk", p, c, Qk)
+        B[index, :, index, :] += torch.einsum("hij,hijm,hijk->imk", s, c, Qk)
         # errors: of scores relative to the lengths of queries and keys, of the rest to its terms
         long = lengths(q)[:, :, None] * lengths(k)[:, None] + log.masked_fill(~live, 0.0).abs()
         slack = self.gamma * (4.0 + 4.0 * long.amax(-1))  # (H, n)
@@ -446,11 +533,18 @@ class DecisionBound:
         c_norm = torch.where(live, lengths(c) * _GROW + error_c, 0.0)
         Kq_norm = lengths(K.flatten(2))[:, None] * lengths(q)[:, :, None]
         Qk_norm = 2.0 * lengths(Q.flatten(2))[:, :, None] * lengths(k).amax(-1)[:, None, None]
-        error = p * (lengths(OV.flatten(1))[:, None, None] + c_norm * Kq_norm)
-        error = (slack[..., None] + 8.0 * self.gamma) * error
-        own = ((slack[..., None] + 8.0 * self.gamma) * p * c_norm * Qk_norm).sum((0, 2))
-        lost = error.sum(0) + torch.diag(own)
-        part = _Attention(Q, K, OV, p, live, c_norm, c, error_c, Kq, Qk, Kq_norm + Qk_norm, slack)
+        part = _Attention(
+            *(Q, K, OV, alpha, x, p, s, w, live, c_norm, c, error_c),
+            *(Kq, Qk, Kq_norm + Qk_norm, slack),
+        )
+        lost_p, lost_s = slack[..., None] * p, slack[..., None] * p * c_norm
+        if alpha > 1.0:
+            at = _entmax_box(part, torch.zeros_like(p))
+            lost_p, lost_s = at.dp, (at.most - at.least) * c_norm
+            lost_s = lost_s + at.most * (at.dw * c_norm).sum(-1, keepdim=True)
+        lost_p, lost_s = lost_p + 8.0 * self.gamma * p, lost_s + 8.0 * self.gamma * s * c_norm
+        error = lost_p * lengths(OV.flatten(1))[:, None, None] + lost_s * Kq_norm
+        lost = error.sum(0) + torch.diag((lost_s * Qk_norm).sum((0, 2)))
         return part, B, lost
 
     def _mlp(
@@ -490,7 +584,7 @@ class DecisionBound:
     # The ball ------------------------------------------------------------------------------------
 
     def _score_gradients(self, s: int, T: Tensor) -> list[Tensor]:
-        """Gradients of the scores of stage s, centred by p: T (n d, n d) -> rows (m, H, j, d)."""
+        """Gradients of the scores of stage s, centred by w: T (n d, n d) -> rows (m, H, j, d)."""
         n, d = self.n, self.d
         stage = self.stages[s]
         f = stage.part
@@ -501,10 +595,11 @@ class DecisionBound:
         of_keys = [NK[:, j:, j] @ slab for j, slab in enumerate(slabs)]  # (H, n - j, m l)
         rows = []
         for i, slab in enumerate(slabs):
+            self._require_time()
             z = NQ[:, i, : i + 1] @ slab  # (H, j, m l)
             for j in range(i + 1):
                 z[:, j, : (j + 1) * d] += of_keys[j][:, i - j]
-            z -= f.p[:, i, None, : i + 1] @ z
+            z -= f.w[:, i, None, : i + 1] @ z
             z.masked_fill_(~f.live[:, i, : i + 1, None], 0.0)
             rows.append(z.view(*z.shape[:2], i + 1, d).permute(2, 0, 1, 3).contiguous())
         return rows
@@ -514,6 +609,7 @@ class DecisionBound:
         n = self.n
         shape, rho, gram, linear_ = [], [], {}, {}
         for s in range(len(self.stages) + 1):
+            self._require_time()
             S = torch.zeros(n, self.d, self.d, dtype=torch.float64)
             for i in range(n):
                 T = self._row(s, 0, i)
@@ -545,6 +641,44 @@ class DecisionBound:
         total = math.sqrt(n) if norm == "token" else 1.0
         return _Ball(shape, rho, gram, linear_, total)
 
+    def substitution_ball(self, allowed: "Substitutions") -> _Ball:
+        """The images of all substitutions at every stage, for ``remainders`` at r = 1."""
+        n, d, total = self.n, self.d, allowed.total
+        shape, rho, gram, linear_ = [], [], {}, {}
+        for s in range(len(self.stages) + 1):
+            self._require_time()
+            S, long = torch.zeros(n, d, d, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+            for i in range(n):
+                T = self._row(s, 0, i)
+                images = {m: M @ T[m].mT for m, M in allowed.moves.items() if m <= i}
+                if images:
+                    each = torch.stack([y.mT @ y for y in images.values()])
+                    S[i] = _ellipsoid_of_sum(each, allowed.most)
+                    farthest = torch.stack([lengths(y).amax() for y in images.values()])
+                    long[i] = _largest_sum(farthest, allowed.most)
+            lost = self.gamma * self.frobenius[s, 0] * total
+            S = _widened(S, torch.full((n, d), lost, dtype=torch.float64))
+            shape.append(S)
+            rho.append(torch.minimum(largest(S).sqrt(), long + lost) * _GROW)
+            part = self.stages[s].part if s < len(self.stages) else None
+            if not isinstance(part, _Attention):
+                continue
+            H = len(part.p)
+            gram[s] = torch.zeros(H, n, 1, n, n, dtype=torch.float64)
+            linear_[s] = torch.zeros(H, n, n, dtype=torch.float64)
+            for i, z in enumerate(self.gradients[s, 0]):  # (m, H, j, l)
+                moved = [z[m] @ M.mT for m, M in allowed.moves.items() if m <= i]  # (H, j, a)
+                if not moved:
+                    continue
+                each = torch.stack([y @ y.mT for y in moved])
+                lost_j = self.gamma * math.sqrt(i + 1) * total * z.square().sum((0, 3)).sqrt()
+                joint = _widened(_ellipsoid_of_sum(each, allowed.most), lost_j)
+                gram[s][:, i, 0, : i + 1, : i + 1] = joint
+                most = torch.stack([y.abs().amax(-1) for y in moved])
+                long = _largest_sum(most, allowed.most) + lost_j
+                linear_[s][:, i, : i + 1] = long * _GROW
+        return _Ball(shape, rho, gram, linear_, total)
+
     # Bounds at a radius ---------------------------------------------------------------------------
 
     def remainders(self, ball: _Ball, r: float, n: int | None = None) -> "_Remainders":
@@ -560,6 +694,7 @@ class DecisionBound:
         shapes: list[_Shaped] = []
         alive = torch.ones(n, dtype=torch.bool)
         for s in range(len(self.stages) + 1):
+            self._require_time()
             err, S_err = self._carried(s, shapes, n)
             lin = r * ball.rho[s][:n]
             rho = (lin + err) * _GROW
@@ -615,7 +750,10 @@ class DecisionBound:
                 else:
                     alive = alive & good
                     row = row.only(alive)
-                eta[1], eta[2], eta[3], eta[6], shape[1:4] = self._attention_remainder(
+                remainder = (
+                    self._softmax_remainder if stage.part.alpha == 1.0 else self._entmax_remainder
+                )
+                eta[1], eta[2], eta[3], eta[6], shape[1:4] = remainder(
                     stage.part, row, ball.gram[s][:, :n, :, :n, :n], r, S_h[:n]
                 )
             products = self.frobenius[s, 0] * r * ball.total + sum(
@@ -774,7 +912,7 @@ class DecisionBound:
         trace = torch.einsum("hief,hjef->hij", S_q, S_k).clamp(min=0.0) * _GROW
         trace = trace + self.gamma * size_q[:, :, None] * size_k[:, None]
         product = torch.minimum(l_q[:, :, None] * l_k[:, None], trace.sqrt())
-        p, live = f.p[:, :n, :n], f.live[:, :n, :n]
+        w, live = f.w[:, :n, :n], f.live[:, :n, :n]
         Qk = bent.along_rows(f.Qk[:, :n, :n], stage.h[:n], "i")
         Kq = bent.along_rows(f.Kq[:, :n, :n], stage.h[:n], "j")
         # errors of N and of the centred gradients, relative to gradients that are not centred
@@ -782,10 +920,12 @@ class DecisionBound:
         e = (Qk + Kq + product) * _GROW
         e = e + 8.0 * (tilt[:, None] + tilt) * f.loose[:, :n, :n]
         e = torch.where(live, e, 0.0)
-        e = e + (p * e).sum(-1, keepdim=True)
+        e = e + (w * e).sum(-1, keepdim=True)
         Z = r * ball.linear[s][:, :n, :n] + e
         # the ellipsoids of earlier remainders, jointly over a row, with the weights of their traces
-        gram, total = p.new_zeros(*p.shape, n), torch.zeros_like(p[..., 0])
+        if f.alpha > 1.0:  # keys without a weight may get one
+            w = 0.5 * (w + live / live.sum(-1, keepdim=True))
+        gram, total = w.new_zeros(*w.shape, n), torch.zeros_like(w[..., 0])
         for k, shape in enumerate(shapes):
             for i, z in enumerate(self.gradients[s, k + 1][:n]):  # (m, H, j, d)
                 if bool((shape.small[: i + 1] > 0.0).any()):
@@ -797,7 +937,7 @@ class DecisionBound:
                 moved = (z.flatten(1, 2) @ shape.S[: len(tokens)]).view(z.shape)
                 square = (z * moved).sum(-1).clamp(min=0.0)  # (m, H, j)
                 Z[:, i, : i + 1] += square.sqrt().sum(0)
-                size = torch.einsum("hj,mhj->mh", p[:, i, : i + 1], square).sqrt()
+                size = torch.einsum("hj,mhj->mh", w[:, i, : i + 1], square).sqrt()
                 size = size.clamp(min=1e-150)
                 each = z @ (moved / size[:, :, None, None]).mT
                 gram[:, i, : i + 1, : i + 1] += each.sum(0)
@@ -806,7 +946,7 @@ class DecisionBound:
         Z = torch.where(live, Z * _GROW, 0.0)
         return _RowMoves(Z, torch.where(live, e, 0.0), product, gram)
 
-    def _attention_remainder(
+    def _softmax_remainder(
         self, f: _Attention, row: "_RowMoves", gram: Tensor, r: float, S_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of score products, softmax, weights times values, rounding: (n,) each, and ellipsoids."""
@@ -814,20 +954,10 @@ class DecisionBound:
         p, live, c = f.p[:, :n, :n], f.live[:, :n, :n], f.c[:, :n, :n]
         slack = f.slack[:, :n, None]
         Z, e, product, earlier = row
-        grams = (r * r * gram, earlier[:, :, None])
+        spread = partial(_spread, e=e, grams=(r * r * gram, earlier[:, :, None]), gamma=self.gamma)
         value = self._value_moves(f, S_h)
         scores = (p * (1.0 + 8.0 * slack) * c * product).sum((0, 2))
         softmax, values = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0])
-
-        def spread(w: Tensor) -> Tensor:
-            """sup of (sum_j w_j delta_j^2)^1/2: (H, n, n) -> (H, n)."""
-            half = w.sqrt()[:, :, None]
-            total = (w * e * e).sum(-1).sqrt()
-            for part in grams:
-                inner = part * half[..., :, None] * half[..., None, :]
-                trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-                total = total + (largest(inner) * _GROW + self.gamma * trace).sqrt().sum(-1)
-            return total
 
         often = torch.zeros_like(p)  # most, its part of the second order, and their joint sizes
         second = torch.zeros_like(p)
@@ -860,20 +990,77 @@ class DecisionBound:
             )
             begin = end
         values = torch.minimum(values, (dp * value).sum(-1))
-        # ellipsoids: per head, and their sum over heads
-        v = f.values[:, :n, :n]
         weight = p * (1.0 + 8.0 * slack) * product / c.clamp(min=1e-150)
+        shapes = self._attention_shapes(
+            f, S_h, scores, weight, second * most_second[..., None], often * vary[..., None]
+        )
+        error = f.error * ((p * product).sum(-1) + most_second).sum(0)
+        return scores, softmax.sum(0), values.sum(0), error, shapes
+
+    def _entmax_remainder(
+        self, f: _Attention, row: "_RowMoves", gram: Tensor, r: float, S_h: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The same for entmax: sum_j sigma_j (Delta_j - mu)^2 (v_j - o), o and mu by w."""
+        n = len(S_h)
+        c = f.c[:, :n, :n]
+        Z, e, product, earlier = row
+        spread = partial(_spread, e=e, grams=(r * r * gram, earlier[:, :, None]), gamma=self.gamma)
+        value = self._value_moves(f, S_h)
+        at = _entmax_box(f, torch.zeros_like(Z))  # the text itself, up to rounding
+        taken, dp = at.most * product, at.dp
+        taken = taken + at.dw * taken.sum(-1, keepdim=True)
+        scores = (taken * c).sum((0, 2))
+        second, often = torch.zeros_like(c), torch.zeros_like(c)
+        bent, values, most_second, vary = (torch.zeros_like(c[..., 0]) for _ in range(4))
+        begin = 0.0
+        for end in _CUTS:
+            at = _entmax_box(f, end * Z)
+            shift = (at.dw * Z).sum(-1)
+            moved = (Z + shift[..., None]).square()
+            w = at.sigma * (c + (at.dw * c).sum(-1, keepdim=True))
+            joint = (spread(w) + shift * w.sum(-1).sqrt()).square()
+            part = (end - begin) * (1.0 - 0.5 * (begin + end))
+            bent = bent + part * torch.minimum((w * moved).sum(-1), joint)
+            joint = (spread(at.sigma) + shift * at.sigma.sum(-1).sqrt()).square()
+            most = torch.minimum((at.sigma * moved).sum(-1), joint)
+            each = torch.minimum(at.sigma * moved, most[..., None])
+            second = second + part * (each + at.dw * most[..., None])
+            most_second = most_second + part * most * (1.0 + at.dw.sum(-1))
+            variance = spread(at.most).square()  # about the mean by s, the least there is
+            often, vary = often + (end - begin) * at.most, vary + (end - begin) * variance
+            values = values + (end - begin) * torch.minimum(
+                (at.most * value * moved.sqrt()).sum(-1),
+                variance.sqrt() * (at.most * value.square()).sum(-1).sqrt(),
+            )
+            begin = end
+        values = torch.minimum(values, ((at.dp + dp) * value).sum(-1))
+        weight = taken / c.clamp(min=1e-150)
+        shapes = self._attention_shapes(
+            f, S_h, scores, weight, second * most_second[..., None], often * vary[..., None]
+        )
+        error = f.error * ((at.most * product).sum(-1) + most_second).sum(0)
+        return scores, bent.sum(0), values.sum(0), error, shapes
+
+    def _attention_shapes(
+        self,
+        f: _Attention,
+        S_h: Tensor,
+        scores: Tensor,
+        weight: Tensor,
+        second: Tensor,
+        often: Tensor,
+    ) -> Tensor:
+        """Ellipsoids, per head, and their sum over heads: (3, n, d, d)."""
+        n = len(S_h)
+        v = f.values[:, :n, :n]
         of_scores = torch.einsum("hij,hija,hijb->iab", weight, v, v) * scores[:, None, None]
-        second = second * most_second[..., None]
         of_softmax = torch.einsum("hij,hija,hijb->hiab", second, v, v)
-        S_j = torch.einsum("hij,jab->hiab", often * vary[..., None], S_h)
+        S_j = torch.einsum("hij,jab->hiab", often, S_h)
         of_values = f.OV[:, None] @ S_j @ f.OV[:, None].mT
         ridge = lengths(f.OV.flatten(1)).square()[:, None] * torch.einsum("hiaa->hi", S_j)
         eye = torch.eye(self.d, dtype=torch.float64)
         of_values = of_values + self.gamma * ridge[..., None, None] * eye
-        shapes = torch.stack((of_scores, _sum_of(of_softmax), _sum_of(of_values)))
-        error = f.error * ((p * product).sum(-1) + most_second).sum(0)
-        return scores, softmax.sum(0), values.sum(0), error, shapes
+        return torch.stack((of_scores, _sum_of(of_softmax), _sum_of(of_values)))
 
     def _value_moves(self, f: _Attention, S_h: Tensor) -> Tensor:
         """sup of |OV dh_j|: (H, 1, n)."""
@@ -883,45 +1070,31 @@ class DecisionBound:
 
     # Decisions ------------------------------------------------------------------------------------
 
-    def _rivals(self, t: int) -> Rivals:
-        """Margins of position t, rounded down, and the norm in front of the logits."""
-        x, norm = self.streams[-1][t : t + 1], self.network.norm
-        h, size, _ = _unit(norm, x)
-        E, b = self._logit_rows
-        logits = (E @ h[0]) + b
-        error = self.gamma * (lengths(E) * float(h.norm()) + b.abs())
-        error = error + lengths(E) * 2.0 * self._unit_error(x)
-        kept = logits.topk(self.keep).indices
-        margins = logits[kept, None] - logits - error[kept, None] - error
-        margins[:, kept] = math.inf
-        gaps = torch.stack([lengths(E[i] - E) for i in kept]) * _GROW
-        gaps = gaps + self.gamma * (lengths(E)[kept, None] + lengths(E))
-        return Rivals(kept, margins, gaps, b[kept, None] - b, size[0], h[0])
+    def gradients_at(
+        self, t: int, norm: str, token: int | None, allowed: "Substitutions | None" = None
+    ) -> "_Gradients":
+        """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``.
 
-    def _unit_error(self, x: Tensor) -> float:
-        plain = replace(self.network.norm, weight=None, bias=None)
-        return plain.rounding(x)
-
-    @property
-    def _logit_rows(self) -> tuple[Tensor, Tensor]:
-        """E (V, d) with the gain of the last norm in it, and the bias (V,)."""
-        norm, head = self.network.norm, self.network.head
-        return _folded(norm, head.W).mT, _folded_bias(norm, head.W, head.b)
-
-    def gradients_at(self, t: int, norm: str, token: int | None) -> "_Gradients":
-        """|g_ij|* and |a_ijst| of all rivals of position t, for the ball of ``norm``."""
-        rivals, (E, _) = self.rivals[t], self._logit_rows
+        With ``allowed`` the first is the most that substitutions take off a margin.
+        """
+        rivals, (E, _) = self.rivals[t], _logit_rows(self.network)
         S, one = len(self.stages), norm == "one"
         first, behind = [], []
         for row, i in enumerate(rivals.kept.tolist()):
             W = self._functionals(t, i, rivals.offsets[row], E)
             # tokens that stay or are not read have lengths that matter to rounding alone
-            pull = [
-                self._pulled(W, k, t, t if k > self._mixing else (token or 0) if one else 0)
-                for k in range(S + 1)
-            ]
+            pull = []
+            for k in range(S + 1):
+                self._require_time()
+                start = t if k > self._mixing else (token or 0) if one else 0
+                if k > 0 or allowed is None:
+                    pull.append(self._pulled(W, k, t, start))
+                else:
+                    pull.append(self._taken(W, t, allowed))
             g = pull[0]
-            if norm == "all":
+            if allowed is not None:
+                first.append(g)
+            elif norm == "all":
                 first.append(g.square().sum(-1).sqrt())
             elif norm == "token":
                 first.append(g.sum(-1))
@@ -930,6 +1103,7 @@ class DecisionBound:
             behind.append(torch.stack(pull[1:]))
         slack = (rivals.vectors + rivals.offsets.abs()) / rivals.size
         many = math.sqrt(self.n) if norm == "token" else 1.0
+        many = many if allowed is None else allowed.total
         first_ = torch.stack(first) * _GROW + self.gamma * slack * self.frobenius[S, 0] * many
         frobenius = [self.frobenius[S, k] for k in range(1, S + 1)]
         loose = self.gamma * slack[:, None] * torch.tensor(frobenius, dtype=E.dtype)[None, :, None]
@@ -938,7 +1112,7 @@ class DecisionBound:
 
     def _functionals(self, t: int, kept: Tensor | int, offsets: Tensor, E: Tensor) -> Tensor:
         """Gradients of margins in the last stream's token, for rivals with rows E: (c, d)."""
-        rivals, (rows, _) = self.rivals[t], self._logit_rows
+        rivals, (rows, _) = self.rivals[t], _logit_rows(self.network)
         W = rows[kept] - E
         if self.network.norm.kind == "layer":
             W = W - W.mean(-1, keepdim=True)
@@ -951,6 +1125,15 @@ class DecisionBound:
         before = lengths(W)[:, None] * self.lengths[S, k][t, :start]
         exact = [(W @ block).norm(dim=-1, keepdim=True) for block in self._row(S, k, t)[start:]]
         return torch.cat((before, *exact), -1)
+
+    def _taken(self, W: Tensor, t: int, allowed: "Substitutions") -> Tensor:
+        """The most that W_j T_tm e_m, summed over substitutions e, is below 0: (V,)."""
+        row = self._row(len(self.stages), 0, t)
+        moves = {m: M for m, M in allowed.moves.items() if m <= t}
+        if not moves:
+            return torch.zeros(len(W), dtype=W.dtype)
+        each = [-(W @ (M @ row[m].mT).mT).amin(-1) for m, M in moves.items()]
+        return _largest_sum(torch.stack(each).clamp(min=0.0), allowed.most)
 
     def margin(self, t: int, gradients: "_Gradients", found: "_Remainders", r: float) -> Bound:
         """The least lower bound of a margin of position t at radius r.
@@ -1010,7 +1193,7 @@ class DecisionBound:
     ) -> Tensor:
         """What the margins of pairs (c,) lose, by stage and part: (c, S, parts)."""
         lost = torch.zeros(len(row), *errors.shape[:2], dtype=errors.dtype)
-        rivals, (E, _) = self.rivals[t], self._logit_rows
+        rivals, (E, _) = self.rivals[t], _logit_rows(self.network)
         W = self._functionals(t, rivals.kept[row], rivals.offsets[row, rival], E[rival])
         for s, shape in enumerate(found.shapes):
             (m,) = errors[s].sum(0).nonzero(as_tuple=True)
@@ -1026,6 +1209,42 @@ class DecisionBound:
             balls[..., :_SHAPED] = torch.minimum(balls[..., :_SHAPED], along)
             lost[:, s] = balls.sum(1)
         return lost
+
+
+@final
+class Substitutions:
+    """Displacements that tokens may have, of at most ``most`` tokens at once: m -> (a, d)."""
+
+    def __init__(self, moves: dict[int, Tensor], most: int) -> None:
+        self.moves = {m: M for m, M in moves.items() if len(M)}
+        self.most = most
+        farthest = [float(lengths(M).amax()) ** 2 for M in self.moves.values()]
+        self.total = math.sqrt(sum(sorted(farthest)[-most:])) * _GROW if most else 0.0
+        """The length of all displacements at once, as one vector, is no larger."""
+
+
+def _largest_sum(x: Tensor, most: int) -> Tensor:
+    """The sum of the ``most`` largest of the first axis."""
+    return x.topk(min(most, len(x)), 0).values.sum(0)
+
+
+def _ellipsoid_of_sum(shapes: Tensor, most: int) -> Tensor:
+    """Around the sums of vectors in at most ``most`` of the ellipsoids: (p, ..., D, D).
+
+    (sum_k x_k)^2 is at most sum w sum x_k^2 / w_k, and at most ``most`` sum x_k^2 where all others
+    are 0; the one with the smaller trace is taken.
+    """
+    size = torch.einsum("p...aa->p...", shapes).clamp(min=1e-300).sqrt()[..., None, None]
+    weighted = size.sum(0) * (shapes / size).sum(0)
+    plain = min(most, len(shapes)) * shapes.sum(0)
+    smaller = torch.einsum("...aa->...", weighted) < torch.einsum("...aa->...", plain)
+    return torch.where(smaller[..., None, None], weighted, plain)
+
+
+def _widened(S: Tensor, lost: Tensor) -> Tensor:
+    """Around an ellipsoid (..., D, D) and errors in the one with the half-axes ``lost`` (..., D):
+    (a + b)^2 <= (1 + 1e-9) a^2 + (1 + 1e9) b^2."""
+    return S * (1.0 + 1e-9) * _GROW + 2e9 * torch.diag_embed(lost.square())
 
 
 class _Gradients(NamedTuple):
@@ -1120,6 +1339,48 @@ def _shaped(eta: Tensor, shapes: Tensor, gamma: float) -> _Shaped:
     return _Shaped(tokens, S[tokens], torch.where(moving, 0.0, sums), shapes)
 
 
+class _EntmaxBox(NamedTuple):
+    """Weights of rows over a box of scores, rounding included: (H, n, n) each."""
+
+    most: Tensor
+    """Of s."""
+    least: Tensor
+    sigma: Tensor
+    """The most of the derivative of s, (2 - alpha) p^(3 - 2 alpha) on the support."""
+    dp: Tensor
+    """How far p moves."""
+    dw: Tensor
+    """How far w = s / sum(s) moves."""
+
+
+def _entmax_box(f: _Attention, Z: Tensor) -> _EntmaxBox:
+    """Every score moves by at most Z (H, n, n); a weight grows with its score and falls with the
+    others."""
+    n, alpha = Z.shape[-1], f.alpha
+    x, p, w, live = (part[:, :n, :n] for part in (f.x, f.p, f.w, f.live))
+    Z = torch.where(live, Z + f.slack[:, :n, None], 0.0)
+    own = torch.eye(n, dtype=torch.bool)
+    corners = [torch.where(own, (x + y)[..., None, :], (x - y)[..., None, :]) for y in (Z, -Z)]
+    high, low = (tsallis(one, alpha).diagonal(dim1=-2, dim2=-1) for one in corners)
+    most, least = (slopes(part, alpha) for part in (high, low))
+    sigma = torch.where(high > 0.0, (2.0 - alpha) * high.pow(3.0 - 2.0 * alpha), 0.0)
+    up = most / (most + least.sum(-1, keepdim=True) - least).clamp(min=1e-300)
+    down = least / (least + most.sum(-1, keepdim=True) - most).clamp(min=1e-300)
+    dp, dw = torch.maximum(high - p, p - low), torch.maximum(up - w, w - down)
+    return _EntmaxBox(most * _GROW, least, sigma * _GROW, dp * _GROW, dw.clamp(min=0.0) * _GROW)
+
+
+def _spread(w: Tensor, e: Tensor, grams: Sequence[Tensor], gamma: float) -> Tensor:
+    """sup of (sum_j w_j delta_j^2)^1/2: (H, n, n) -> (H, n)."""
+    half = w.sqrt()[:, :, None]
+    total = (w * e * e).sum(-1).sqrt()
+    for part in grams:
+        inner = part * half[..., :, None] * half[..., None, :]
+        trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
+        total = total + (largest(inner) * _GROW + gamma * trace).sqrt().sum(-1)
+    return total
+
+
 def _sum_of(shapes: Tensor) -> Tensor:
     """An ellipsoid around the sum over heads: (H, n, d, d) -> (n, d, d)."""
     size = torch.einsum("hnaa->hn", shapes).clamp(min=1e-300).sqrt()
@@ -1145,21 +1406,6 @@ class _RowMoves(NamedTuple):
         rows = alive[:, None]
         Z, e, product = (torch.where(rows, t, 0.0) for t in (self.Z, self.e, self.product))
         return _RowMoves(Z, e, product, torch.where(rows[..., None], self.gram, 0.0))
-
-
-def _composed(J: Tensor, T: Tensor, d: int, *, meet: bool) -> Tensor:
-    """J T of causal Jacobians, lower triangular by tokens of width d; without ``meet`` J is one
-    block per token."""
-    size = len(J)
-    if not meet:
-        own = J.view(size // d, d, size // d, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return (own @ T.view(size // d, d, size)).view(size, size)
-    product, step = torch.zeros_like(T), _TOGETHER * d
-    for i in range(0, size, step):
-        for m in range(0, i + 1, step):
-            block = J[i : i + step, m : i + step] @ T[m : i + step, m : m + step]
-            product[i : i + step, m : m + step] = block
-    return product
 
 
 def _alive(good: Tensor) -> int:
@@ -1287,10 +1533,21 @@ def _require_stages(stages: Sequence[Residual]) -> None:
         if isinstance(first, SelfAttention):
             if len(branch) > 1:
                 raise ValueError(f"{where} has a layer behind its attention.")
-            if not isinstance(first.choice, Softmax) or isinstance(first.choice.beta, Tensor):
+            choice = first.choice
+            known = isinstance(choice, Softmax) or (
+                isinstance(choice, Entmax)
+                and isinstance(choice.alpha, float)
+                and 1.0 < choice.alpha <= 1.5
+            )
+            if not known or isinstance(choice.beta, Tensor):
+                learned = " and learns" if isinstance(choice.beta, Tensor) else ""
+                at = ""
+                if isinstance(choice, Entmax):
+                    learned = " and learns" if isinstance(choice.alpha, Tensor) else learned
+                    at = f" at alpha={choice.alpha}" if isinstance(choice.alpha, float) else ""
                 raise ValueError(
-                    f"{where} chooses by {type(first.choice).__name__} at beta="
-                    f"{first.choice.beta}; decisions are certified for softmax."
+                    f"{where} chooses by {type(choice).__name__}{at}{learned}; decisions are "
+                    "certified for softmax and for entmax with a fixed alpha up to 1.5."
                 )
             if first.qk_norm is not None:
                 raise ValueError(f"{where} normalises queries and keys, which is not covered.")
@@ -1340,6 +1597,11 @@ class _Search:
     def open(self) -> bool:
         return self.best.first_order > 0.0 and self.high - self.low > 1
 
+    @property
+    def known(self) -> bool:
+        """Whether a radius was found, or none can be."""
+        return self.best.certified > 0.0 or not self.open
+
     def next_step(self) -> int:
         """Away from what is known in growing strides, then by interpolation of the loss."""
         low, high = self.low, self.high
@@ -1368,39 +1630,38 @@ def certified_radii(
     bound: DecisionBound,
     norm: str,
     positions: Sequence[int],
-    deadline: float = math.inf,
     progress: Callable[[int], None] | None = None,
 ) -> dict[int, Radius]:
     """The certified radius of each position, up to a factor of _STEP below it.
 
     Radii are tried on one grid, and the remainders of each serve all positions that it may decide;
-    those of "one" are of another ball at each position. After ``deadline``, by time.monotonic,
-    what is known by then is returned.
+    those of "one" are of another ball at each position. When the deadline of ``bound`` has passed,
+    what is known is returned, without the positions of which no radius is known.
     """
     if norm not in NORMS:
         raise ValueError(f"a decision is certified in norm {', '.join(NORMS)}, got {norm!r}.")
-    found: dict[int, Radius] = {}
-    for together in [[t] for t in positions] if norm == "one" else [positions]:
-        token = together[0] if norm == "one" else None
-        ball = bound.ball(norm, token)
-        searches = {
-            t: _Search(bound.rivals[t].margins, bound.gradients_at(t, norm, token))
-            for t in together
-        }
-        while left := [t for t in together if searches[t].open]:
-            if progress is not None:
-                progress(len(found) + len(together) - len(left))
-            if time.monotonic() >= deadline:
-                break
-            step = searches[left[0]].next_step()
-            r = _STEP**step
-            remainders = bound.remainders(ball, r, max(left) + 1)
-            for t in left:
-                search = searches[t]
-                if search.low < step < search.high:
-                    search.take(step, bound.margin(t, search.gradients, remainders, r))
-        found |= {t: search.best for t, search in searches.items()}
-    return found
+    searches: dict[int, _Search] = {}
+    try:
+        for together in [[t] for t in positions] if norm == "one" else [positions]:
+            token = together[0] if norm == "one" else None
+            ball = bound.ball(norm, token)
+            for t in together:
+                gradients = bound.gradients_at(t, norm, token)
+                searches[t] = _Search(bound.rivals[t].margins, gradients)
+            while left := [t for t in together if searches[t].open]:
+                if progress is not None:
+                    progress(len(searches) - len(left))
+                # the least, which is small enough for most positions: all of them have an early one
+                step = min(searches[t].next_step() for t in left)
+                r = _STEP**step
+                remainders = bound.remainders(ball, r, max(left) + 1)
+                for t in left:
+                    search = searches[t]
+                    if search.low < step < search.high:
+                        search.take(step, bound.margin(t, search.gradients, remainders, r))
+    except OutOfTime:
+        searches = {t: search for t, search in searches.items() if search.known}
+    return {t: search.best for t, search in searches.items()}
 
 
 _FLOOR = -700  # the least radius that is tried, 1.04^-700 = 1e-12

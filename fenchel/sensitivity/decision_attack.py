@@ -35,16 +35,19 @@ def nearest_change(
     rivals: int = 8,
     deadline: float = math.inf,
 ) -> Tensor | None:
-    """A small change d (n, d) after which the decision at the last token of X differs, or None."""
+    """A small change d (n, d) after which the decision at the last token of X differs, or None.
+
+    After ``deadline``, by time.monotonic, the best change that was found by then is returned.
+    """
     X = X.detach().double()
     with torch.enable_grad():
-        targets = _targets(network, X, kept, norm, rivals)
+        targets = _targets(network, X, kept, norm, rivals, deadline)
         if not targets:
             return None
         pairs = torch.tensor(targets)
         moves = torch.zeros(len(pairs), *X.shape, dtype=X.dtype)
         margin, g, _ = _margins(network, X, moves, pairs)
-        starts, whose = _rays(network, X, kept, _step(g, margin, norm))
+        starts, whose = _rays(network, X, kept, _step(g, margin, norm), deadline)
         best = _iterate(network, X, kept, norm, pairs, moves, 1.0, deadline)
         if len(starts):
             best += [(_length(move, norm), move) for move in starts]
@@ -97,7 +100,7 @@ def _margins(
 
 
 def _targets(
-    network: DecisionNetwork, X: Tensor, kept: Tensor, norm: str, rivals: int
+    network: DecisionNetwork, X: Tensor, kept: Tensor, norm: str, rivals: int, deadline: float
 ) -> list[tuple[int, int]]:
     """Pairs of a kept token and a rival, the nearest by margin over gradient first.
 
@@ -109,8 +112,10 @@ def _targets(
     gaps[:, kept] = math.inf
     V = gaps.shape[-1]
     count = min(4 * rivals, gaps.numel() - len(kept) ** 2)
-    near = []
+    near: list[tuple[float, int, int]] = []
     for flat in gaps.flatten().topk(count, largest=False).indices.tolist():
+        if near and time.monotonic() > deadline:
+            break
         i, j = int(kept[flat // V]), flat % V
         (g,) = torch.autograd.grad(logits[i] - logits[j], moves, retain_graph=True)
         dual = _dual(g, norm)
@@ -120,13 +125,15 @@ def _targets(
 
 
 def _rays(
-    network: DecisionNetwork, X: Tensor, kept: Tensor, moves: Tensor
+    network: DecisionNetwork, X: Tensor, kept: Tensor, moves: Tensor, deadline: float
 ) -> tuple[Tensor, Tensor]:
     """The first points of rays (R, n, d) at which the decision changes, and whose rays they are."""
     scales = 2.0 ** torch.arange(-1.0, 4.25, 0.25, dtype=X.dtype)
     points, whose = [], []
     with torch.no_grad():
         for one, move in enumerate(moves):
+            if time.monotonic() > deadline:
+                break
             changed = _changed(network.last_logits(X + scales[:, None, None] * move), kept)
             if bool(changed.any()):
                 points.append(scales[int(changed.to(torch.int64).argmax())] * move)

@@ -5,16 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from fenchel.cli import main
-from fenchel.cli.inspection_tables import decision_table
+from fenchel.cli.inspection_tables import decision_table, substitution_tables
 from fenchel.inspection_result import (
     Certificates,
     DecisionCertification,
     DecisionRow,
     LayerCertificate,
+    SubstitutionCertification,
+    SubstitutionRow,
 )
-from fenchel.report.certificates import certificates, render_decisions
+from fenchel.report.certificates import certificates, render_decisions, render_substitutions
 
 
 def arguments(run: Path, text: Path, *more: str) -> list[str]:
@@ -165,6 +168,15 @@ def test_a_radius_that_says_nothing_is_called_vacuous() -> None:
     page = render_decisions(result)
     assert ">vacuous<" in page
     assert "block 1 attention" in page
+    rows = [replace(row, position=t, searched=t < 2, attempted=t != 1) for t in range(5)]
+    cut = replace(result, complete=False, rows=rows)
+    left = "no radius was found at 2 to 4, no attack was made at 1"
+    assert cut.not_reached == left
+    assert left in render_decisions(cut)
+    table = decision_table(cut)
+    assert left in str(table.caption)
+    assert "not reached" in list(table.columns[4].cells)
+    assert [one["vacuous"] for one in cut.plain()["rows"]] == [True, True, False, False, False]
 
 
 def test_decisions_as_a_table_a_page_and_json(
@@ -194,6 +206,71 @@ def test_decisions_as_a_table_a_page_and_json(
         assert len(row["moved"]) == row["position"] + 1
 
 
+def test_substitutions_as_tables_a_page_and_json(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, words = tmp_path / "page.html", tmp_path / "words.json"
+    line = ["certify", str(run_directory), "--text", str(text_file), "--decision"]
+    line += ["--max-tokens", "12", "--synonyms", str(words)]
+    words.write_text('{"peace": ["trade", "<b>"], "the": ["of"], "of": ["the"]}')
+    assert main([*line, "--json"]) == 2
+    assert "<b>', an alternative of 'peace', is" in " ".join(capsys.readouterr().err.split())
+    words.write_text('{"peace": ["trade", "nation"], "trade": ["peace"]}')
+    assert main([*line, "--json", "--substitutions", "2", "--texts", "400"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"]
+    assert found["alternatives"]
+    for row in found["rows"]:
+        assert row["certified"] <= row["most"] <= 2
+        assert row["attacked"] is None or row["certified"] < row["attacked"] <= 2
+        assert row["how"] in ("exact", "read", "bound")
+        assert row["read"] <= min(401, row["allowed"])
+        assert len(row["witness"]) == (row["attacked"] or 0)
+    assert main([*line, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "substitutions allowed" in printed
+    assert "at after next token of certified attacked how texts" in printed
+    assert "How many tokens may be substituted at once" in out.read_text()
+
+
+def test_substitutions_that_change_a_decision_are_listed() -> None:
+    row = SubstitutionRow(
+        position=3,
+        token=" the",
+        kept=[" Senate"],
+        margin=1.5,
+        certified=1,
+        attacked=2,
+        most=3,
+        read=7,
+        allowed=27,
+        how="read",
+        witness={"1": [" a", " [b]"], "3": [" the", " this"]},
+    )
+    result = SubstitutionCertification(
+        subject={"name": "x", "family": "y", "parameters": 1, "context": 4, "stored": "z"},
+        text="t",
+        tokens=["a", "b", "c", "d"],
+        alternatives={" a": [" [b]"]},
+        keep=1,
+        complete=False,
+        refused="block 1 chooses otherwise.",
+        rows=[row, replace(row, certified=3, attacked=None, witness={})],
+        seconds={},
+    )
+    assert [one["safe"] for one in result.plain()["rows"]] == [False, True]
+    sets, counts, changes = substitution_tables(result)
+    assert "(ended by --budget)" in str(counts.title)
+    assert "no bound: block 1 chooses otherwise." in str(counts.caption)
+    assert list(counts.columns[4].cells) == ["1", "all"]
+    assert "' [b]'" in Text.from_markup(next(iter(sets.columns[1].cells))).plain
+    assert next(iter(changes.columns[1].cells)).startswith("1 ' a' to ")
+    page = render_substitutions(result)
+    assert "changes the next token at 1 of 2 positions that have any" in page
+    assert "There is no bound beyond the texts that were read" in page
+    assert "1 &#x27; a&#x27; to" in page or "1 ' a' to" in page
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -205,6 +282,11 @@ def test_decisions_as_a_table_a_page_and_json(
         (["--radius", "1", "--norm", "one"], "--norm is fro, token without --decision"),
         (["--decision", "--norm", "fro"], "--norm is all, token, one with --decision"),
         (["--decision", "--budget", "soon"], "should be a time such as 90s"),
+        (["--radius", "1", "--synonyms", "x"], "--synonyms is read with --decision only"),
+        (["--decision", "--texts", "5"], "--texts is read with --synonyms only"),
+        (["--decision", "--substitutions", "5"], "--substitutions is read with --synonyms only"),
+        (["--decision", "--synonyms", "x", "--norm", "one"], "leave it out with --synonyms"),
+        (["--decision", "--synonyms", "none.json"], "none.json"),
     ],
 )
 def test_flags_of_the_other_kind_are_refused(

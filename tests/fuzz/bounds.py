@@ -54,7 +54,13 @@ from fenchel.sensitivity import (
 )
 from fenchel.sensitivity.bounds.feedforward import SLOPES
 from fenchel.sensitivity.certificate import token_function
-from fenchel.sensitivity.decision import NORMS, DecisionBound, DecisionNetwork, certified_radii
+from fenchel.sensitivity.decision import (
+    NORMS,
+    DecisionBound,
+    DecisionNetwork,
+    Substitutions,
+    certified_radii,
+)
 from fenchel.sensitivity.layers import (
     _FUNCTIONS,
     ActivationLayer,
@@ -75,7 +81,9 @@ from fenchel.sensitivity.norms import nonnegative
 from fenchel.sensitivity.operator import Operator, Scaled
 from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 from fenchel.sensitivity.rounding import frobenius, lengths
+from fenchel.sensitivity.substitutions import SubstitutionSearch
 from tests.sensitivity import test_decision as decisions
+from tests.sensitivity import test_substitutions as counted
 from tests.sensitivity.test_module_trace import KNOWN
 
 Array = npt.NDArray[Any]
@@ -1166,7 +1174,7 @@ _DECISION = "sensitivity.decision."
 @attack(
     *(_DECISION + name for name in ("DecisionBound.remainders", "DecisionBound.margin")),
     _DECISION + "certified_radii",
-    share=0.05,
+    share=0.25,
     batch=24,
 )
 def decision_margins(draw: Draw) -> Outcome:
@@ -1224,6 +1232,73 @@ def decision_margins(draw: Draw) -> Outcome:
     if radius > 0.0 and r <= radius:
         stays = torch.tensor([1.0 if min(margins) >= -1e-13 * size else 0.0])
         outcome[f"{_DECISION}certified_radii"] = Ratios(stays, 1e-9)
+    return outcome
+
+
+@attack(
+    *(_DECISION + name for name in ("DecisionBound.remainders", "DecisionBound.margin")),
+    "sensitivity.substitutions.SubstitutionSearch.bound",
+    share=0.25,
+    batch=24,
+)
+def substitutions(draw: Draw) -> Outcome:
+    """The same for finite sets of moves, and counts of substitutions, at every allowed text."""
+    n = draw.integer(1, 5)
+    net, X = decisions.network(
+        draw.pick(decisions.KINDS),
+        draw.integer(0, 1 << 30),
+        n=n,
+        blocks=draw.integer(1, 3),
+        sharp=float(draw.sizes(-1, 1, 1)),
+    )
+    X = draw.rounded(X * float(draw.sizes(-1, 1.5, 1))).double()
+    size, alike = float(draw.sizes(-4, 0, 1)) * float(X.norm(dim=-1).mean()), draw.integer(0, 2)
+    rows = {}
+    for m in range(n):
+        far = draw.normal(draw.integer(0, 3), X.shape[1])
+        far = far if not alike else far[:1] * draw.normal(len(far), 1)  # along one line
+        rows[m] = draw.rounded(X[m] + size * far).double()
+    most, t = draw.integer(1, n + 1), n - 1
+    texts = counted.texts(X, rows, most)
+    true = math.inf
+    kept = net(X)[t].topk(1).indices
+    search = SubstitutionSearch(net, X, rows, {t: kept}, most)
+    certified = search.bound().get(t, 0)
+    bound, J = DecisionBound(net, X), decisions.jacobians(net, X)
+    allowed = Substitutions({m: row - X[m] for m, row in rows.items()}, most)
+    found = bound.remainders(bound.substitution_ball(allowed), 1.0)
+    low = bound.margin(t, bound.gradients_at(t, "all", None, allowed), found, 1.0).lower
+    top, scale = int(kept), float(net(X)[t].abs().amax())
+    errors, margins, reached = [], [], 0.0
+    noise = 1e-13 * (1.0 + float(X.norm()))  # of the differences of streams
+    for changed, Y in texts:
+        logits = net(Y)[t]
+        scale = max(scale, float(logits.abs().amax()))
+        margins.append(float(logits[top] - torch.cat((logits[:top], logits[top + 1 :])).amax()))
+        if margins[-1] < -1e-13 * scale:
+            true = min(true, len(changed))
+        if found.n < n:
+            continue
+        vectors = decisions.remainders(net, X, J, Y - X)
+        errors.append(vectors.norm(dim=-1))
+        for s, shape in enumerate(found.shapes):
+            for S, m in zip(shape.S, shape.tokens.tolist(), strict=True):
+                if float(errors[-1][s, m]) > 1e7 * noise:
+                    reached = max(reached, decisions.outside(S, vectors[s, m]))
+    least = torch.tensor([min(margins) + 4.0 * scale])
+    lower_end = torch.tensor([max(low, -2.0 * scale) + 4.0 * scale])
+    counts = torch.tensor([1.0 if certified < true else 0.0])
+    outcome = {
+        f"{_DECISION}DecisionBound.margin": lower(lower_end, least, 1e-13),
+        "sensitivity.substitutions.SubstitutionSearch.bound": Ratios(counts, 1e-9),
+    }
+    if errors:
+        eta = torch.stack([one.sum(0) for one in found.etas]).flatten()
+        attained = torch.stack(errors).amax(0).flatten()
+        ratios = upper(eta, attained, noise=noise)
+        inside = torch.tensor([1.0 / reached if reached else math.inf], dtype=torch.float64)
+        ratios = Ratios(torch.cat((ratios.ratio, inside)), 1e-9)
+        outcome[f"{_DECISION}DecisionBound.remainders"] = ratios
     return outcome
 
 

@@ -1,5 +1,8 @@
 """fenchel/inspection/decisions.py: decisions of models, attacked within their certified radii."""
 
+import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +10,16 @@ import torch
 from torch import Tensor
 
 import fenchel
-from fenchel.inspection.decisions import certify_decision, length, network_of
+from fenchel.data import train_tokenizer
+from fenchel.inspection import certify_text_substitutions, decisions, open_model
+from fenchel.inspection.decisions import (
+    certify_decision,
+    certify_text_decisions,
+    length,
+    network_of,
+)
 from fenchel.model import Transformer
+from fenchel.sensitivity.decision import DecisionBound, DecisionNetwork, OutOfTime
 from tests.inspection.test_certificates import model_of
 
 IDS = torch.tensor([1, 7, 30, 2])
@@ -19,6 +30,7 @@ COVERED: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "tanh GELU": {"mlp": "gelu_tanh"},
     "window": {"windows": (3,)},
+    "entmax": {"choice": "entmax"},
 }
 
 
@@ -72,11 +84,44 @@ def test_the_network_written_out_is_the_model() -> None:
         torch.testing.assert_close(network(X), model(IDS[None])[0], atol=1e-9, rtol=1e-9)
 
 
-def test_a_budget_ends_the_search_with_an_answer() -> None:
-    model = model_of()
-    found = fenchel.certify_decision(model, IDS, norm="all", budget=1e-3)
+def test_a_budget_ends_the_setup_with_an_answer() -> None:
+    model, stages = model_of(), []
+    found = fenchel.certify_decision(
+        model, IDS, norm="all", budget=1e-9, progress=lambda *counts: stages.append(counts)
+    )
+    whole = fenchel.certify_decision(model, IDS, norm="all")
     assert not found.complete
-    assert bool((found.certified >= 0).all() and (found.certified <= found.attacked).all())
+    assert whole.complete
+    assert stages[0] == ("setup", 0, 0)
+    for cut, one in zip(found.positions, whole.positions, strict=True):
+        assert not cut.searched
+        assert not cut.attempted
+        assert (cut.certified, cut.attacked, cut.ratio) == (0.0, math.inf, 0.0)
+        assert (cut.kept, cut.margin) == (one.kept, one.margin)
+        assert one.searched
+        assert one.attempted
+
+
+def test_a_budget_certifies_short_prefixes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough of it the radii are those of one setup, up to a step of their grid."""
+    model, lengths = model_of(), []
+    whole = certify_decision(model, IDS, norm="all")
+
+    def setup(network: DecisionNetwork, X: Tensor, **given: Any) -> DecisionBound:
+        lengths.append(len(X))
+        if len(X) > 2:
+            raise OutOfTime
+        return DecisionBound(network, X, **given)
+
+    monkeypatch.setattr(decisions, "_SHORTEST", 1)
+    in_turn = certify_decision(model, IDS, norm="all", budget=1e3)
+    assert in_turn.complete
+    torch.testing.assert_close(in_turn.certified, whole.certified, rtol=0.05, atol=0.0)
+    monkeypatch.setattr(decisions, "DecisionBound", setup)
+    cut = certify_decision(model, IDS, norm="all", budget=1e3)
+    assert lengths == [1, 2, 4]
+    assert [one.searched for one in cut.positions] == [True, True, False, False]
+    assert not cut.complete
 
 
 def test_kept_tokens_stay_a_set() -> None:
@@ -89,7 +134,8 @@ def test_kept_tokens_stay_a_set() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "post norm": ({"norm_place": "post"}, "norm_place='post'"),
-    "entmax": ({"choice": "entmax"}, "chooses by"),
+    "alpha learned": ({"choice": "entmax", "entmax_alpha_learned": True}, "Entmax and learns"),
+    "sparsemax": ({"choice": "sparsemax"}, "chooses by"),
     "normalised queries": ({"qk_norm": True}, "normalises queries"),
     "parallel": ({"parallel": True}, "parallel"),
     "relu": ({"mlp": "relu"}, "activation 'relu'"),
@@ -102,6 +148,22 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     settings, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         certify_decision(model_of(**settings), IDS, norm="all")
+
+
+def test_a_classifier_is_refused_by_its_name(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=300, intermediate_size=8, max_position_embeddings=8, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    train_tokenizer(["peace and trade"], 280).save(tmp_path / "tokenizer.json")
+    model = open_model(tmp_path)
+    for certify in (
+        partial(certify_text_decisions, model),
+        partial(certify_text_substitutions, model, synonyms={}),
+    ):
+        with pytest.raises(ValueError, match="is a BertForSequenceClassification, whose class"):
+            certify(source="sotu")
 
 
 def test_wrong_arguments_are_refused() -> None:
