@@ -266,11 +266,10 @@ class RowSampling(NamedTuple):
 
 
 class RepeatedDraws:
-    """What the draws of the same rows have in common at every step.
+    """What the draws of the same rows have in common at every step: ``used``, and random numbers.
 
-    One row of a small vocabulary takes less time to compute than to launch the operations. So
-    operations that change no row are left out, and the random numbers of one row are computed for
-    up to ``MOST_AHEAD`` tokens at once.
+    Of one row of a small vocabulary the numbers take less time than the calls that compute them, so
+    they are computed for up to ``MOST_AHEAD`` tokens at once.
     """
 
     def __init__(self, settings: RowSampling) -> None:
@@ -322,8 +321,8 @@ def draw(
             T_B = T_B.where(T_B > 0, 1.0)
         # With the largest at 0 no division overflows, however small the temperature.
         p_BV = (logits_BV.float() - top_B1.float()).div_(T_B.unsqueeze(-1)).exp_()
-        draw_exponentials = exponentials if repeated is None else repeated.exponentials
-        e_BV = draw_exponentials(settings.key, n_B, p_BV.shape[-1])
+        numbers = exponentials if repeated is None else repeated.exponentials
+        e_BV = numbers(settings.key, n_B, p_BV.shape[-1])
         token_B = _draw(p_BV, e_BV, settings, used)
         if "greedy" in used:
             token_B = token_B.where(settings.temperature > 0, _argmax(logits_BV))

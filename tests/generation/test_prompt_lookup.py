@@ -91,7 +91,7 @@ class Script:
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self.tokens, self.at, self.probability = tokens, 0, 1.0
 
-    def __call__(self, logits: Tensor, settings: RowSampling, _: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, settings: RowSampling, *_: object) -> Tensor:
         token = self.tokens[self.at]
         self.at += 1
         p = torch.softmax(logits / settings.temperature, -1)
