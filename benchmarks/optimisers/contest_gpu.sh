@@ -7,9 +7,11 @@
 # is given. Repeat a stage until it no longer says "call it again". The texts come first, on any
 # machine (benchmarks/optimisers/linux_texts.py): benchmarks/texts/linux_c.xz and linux_rst.xz.
 #
-# Seconds are estimates for an H200: 22 ms for a step of Muon at 25M parameters (measured), 33 with
-# score (measured), 65 with SOAP (estimated), and 7.5 s for a run of 400 steps where eight run at a
-# time (measured for Muon: 60 s each). Nothing of this script was run on a GPU yet.
+# Seconds are estimates for an H200 from before steps were CUDA graphs: 22 ms for a step of Muon at 25M
+# parameters, 33 with score (measured), 65 with SOAP (estimated), and 7.5 s for a run of 400 steps
+# where eight run at a time (measured for Muon: 60 s each). As graphs the first two take 15 and 18.5 ms
+# (measured), so 7.5 s may be enough for one at a time, with its compilation in another worker.
+# Nothing of this script was run on a GPU yet.
 #
 #     stage     what                                                   runs   seconds   calls
 #     check       two steps of every rule on the CPU, to see that it works    -      60     1

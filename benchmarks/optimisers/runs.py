@@ -99,7 +99,8 @@ def stepper_of(job: Job, model: Transformer, batches: Any, steps: int, **train: 
     switches = rule_of(job).train
     torch.compiler.reset()  # graphs of earlier models would only add guard checks
     settings = {"precision": size.precision, "deterministic": False, **switches, **train}
-    settings["compile"] = size.device == "cuda" and not switches  # they observe the forward pass
+    # the switches observe the forward pass
+    settings |= dict.fromkeys(("compile", "cuda_graph"), size.device == "cuda" and not switches)
     return Stepper(
         model,
         batches,
