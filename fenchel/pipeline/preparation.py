@@ -417,7 +417,7 @@ def resolve_steps(
         + (f"{world.size} processes, each with " if world.size > 1 else "")
         + f"{threads} thread{'' if threads == 1 else 's'}; {steps:,} "
         f"step{'' if steps == 1 else 's'}"
-        + (f" of {parts} micro-batches" if parts > 1 else "")
+        + (f" of {parts} micro-batches" if parts > 1 else " as CUDA graphs" if captures else "")
         + (", compiled at the first, which takes some seconds." if compiles else ".")
     )
     callback.step(0, steps)  # the stage that a bar shows from here on

@@ -448,6 +448,19 @@ def test_short_steps_on_a_gpu_are_graphs(given: dict[str, Any], captured: bool) 
     assert not preparation.captures_steps(config, CPU, ALONE)
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_run_says_whether_its_steps_are_graphs(
+    captured: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    callback = Silent()
+    monkeypatch.setattr(callback, "message", said.append, raising=False)
+    monkeypatch.setattr(preparation, "captures_steps", lambda *_: captured)
+    pipeline.begin(config_of(text), tmp_path / "run", callback)
+    assert ("CUDA graphs" in "".join(said)) is captured
+    assert RunDir(tmp_path / "run").read_settings()["train"]["cuda_graph"] is captured
+
+
 def test_a_large_model_that_reads_a_short_text_many_times_says_so() -> None:
     model = torch.nn.Linear(100, 50, bias=False)
 
