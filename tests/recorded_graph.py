@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 
 class Recording(TorchDispatchMode):
@@ -42,7 +41,7 @@ class Recording(TorchDispatchMode):
         if not views:
             self.made |= {x.untyped_storage()._cdata for x in _tensors(result)}
         # operations may give a tensor another shape in place
-        self.calls.append(tree_map_only(Tensor, Tensor.detach, (func, args, keywords, result)))
+        self.calls.append((func, *map(_detached, (args, keywords, result))))
         return result
 
     def _save(self, written: Any) -> None:
@@ -57,6 +56,14 @@ def _tensors(result: Any) -> Iterator[Tensor]:
             yield x
 
 
+def _detached(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _detached(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_detached, value))
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def record(run: Callable[[], None], _: torch.device, *, reads: bool = False) -> Callable[[], None]:
     """A capture: what it has written is undone, and a replay writes where it wrote."""
     with torch.random.fork_rng(devices=[]), Recording(reads=reads) as recording:
@@ -65,7 +72,7 @@ def record(run: Callable[[], None], _: torch.device, *, reads: bool = False) -> 
         x.copy_(before)
 
     def replay() -> None:
-        with torch._C._AutoDispatchBelowAutograd():  # type: ignore[no-untyped-call]
+        with torch.no_grad():
             for func, args, keywords, result in recording.calls:
                 again = func(*args, **keywords)
                 if all(r.alias_info is None for r in func._schema.returns):

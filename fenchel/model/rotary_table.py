@@ -41,24 +41,25 @@ class RotaryTable:
 
     def between(self, start: int, end: int, x: Tensor) -> Angles:
         """Angles of positions ``start`` to ``end``, (T, W), on the device of x, for its dtype."""
-        cos, sin = self._angles_below(end, x)[:, start:end].unbind()
-        return Angles(cos, sin)
+        cos, sin = self._angles_below(end, x)
+        return Angles(cos[start:end], sin[start:end])
 
     def at(self, positions_BT: Tensor, end: int, x: Tensor) -> Angles:
         """Angles of positions below ``end``, (B, 1, T, W), on the device of x, for its dtype."""
-        cos, sin = (embedding(positions_BT, angle) for angle in self._angles_below(end, x).unbind())
+        cos, sin = (embedding(positions_BT, angle) for angle in self._angles_below(end, x))
         return Angles(cos.unsqueeze(1), sin.unsqueeze(1))
 
-    def _angles_below(self, end: int, x: Tensor) -> Tensor:
-        """cos and sin, (2, positions, W), of at least ``end`` positions."""
+    def _angles_below(self, end: int, x: Tensor) -> Angles:
         exact = torch.promote_types(x.dtype, torch.float32)
         if torch.compiler.is_compiling() and self.context <= COMPILED_POSITIONS:
             end = self.context  # one constant for all lengths, instead of a graph per length
-        return self._cached_table(end, x.device, exact)
+        cos, sin = self._cached_table(end, x.device, exact).unbind()
+        return Angles(cos, sin)
 
     # Traced, the angles would be computed anew for every entry, forward and backward.
     @constant_when_compiled
     def _cached_table(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """cos and sin, (2, positions, W), of at least ``end`` positions."""
         table = self._table
         if table.shape[1] < end or table.device != device or table.dtype != dtype:
             with torch.inference_mode(False):  # a table made while decoding serves training too
