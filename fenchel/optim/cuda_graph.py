@@ -202,7 +202,7 @@ class Capturable(torch.optim.Optimizer):
         raise NotImplementedError
 
     def replayed(self) -> Callable[[], None]:
-        """After a captured pass: what leaves on the host what the pass has left there.
+        """After a captured pass: a function that restores its record on the host after a replay.
 
         For an optimiser that samples the pass (fenchel/train/gradient_graph.py).
         """

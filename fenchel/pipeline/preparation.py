@@ -359,10 +359,20 @@ def compiles_blocks(config: RunConfig, device: torch.device, steps: int, world: 
 
 
 def captures_steps(config: RunConfig, device: torch.device, world: World) -> bool:
-    """Whether steps are CUDA graphs: as the settings have it or, where left open, by gain."""
-    if config.train.cuda_graph is not None:
-        return config.train.cuda_graph
-    return _is_measured(config, device, world) and _busy_seconds(config) < WORTH_CAPTURING
+    """Whether steps are CUDA graphs: as the settings have it or, where left open, by gain.
+
+    Only those of one process on a GPU can be.
+    """
+    train = config.train
+    if device.type != "cuda" or in_cells(config, world):
+        return False
+    if train.cuda_graph is not None:
+        return train.cuda_graph
+    if train.recompute != "none" or train.precision == "float16" or config.model.sigma_reparam:
+        return False
+    if config.optim.optimiser == "trust" or not _is_measured(config, device, world):
+        return False
+    return _busy_seconds(config) < WORTH_CAPTURING
 
 
 def _busy_seconds(config: RunConfig) -> float:

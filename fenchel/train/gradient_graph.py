@@ -8,9 +8,9 @@ optimiser's step is another one (fenchel/optim/cuda_graph.py).
 **What is captured** is a function of a batch that leaves a gradient in every parameter and returns
 the loss. A replay copies its batch to where the captured one was, runs the kernels, and leaves
 their results in the parameters again. Random numbers are those of the seed that the generator has
-at the replay, as they are without a graph. What the pass leaves on the host, the samples of an
-optimiser, is left again too (``Capturable.replayed``). The kernels are the same ones in the same
-order, so gradients have the same bits.
+at the replay, as they are without a graph. What the pass records on the host, for the samples of an
+optimiser, is restored (``Capturable.replayed``). The kernels are the same ones in the same order,
+so gradients have the same bits.
 
 **When.** A pass is captured when the one before it was like it: the same shapes and number of
 targets, the same parameters at the same addresses, the same rules of arithmetic. The passes before
@@ -95,7 +95,7 @@ class _Graph:
         self._replay = owner.capture(lambda: results.append(run(self.batch)), device)
         (self.loss,) = results
         self.gradients = [(p, p.grad) for p in owner.parameters]
-        self.left_again = [observer.replayed() for observer in owner.observers]
+        self.restore = [observer.replayed() for observer in owner.observers]
 
     def replay(self, batch: Batch) -> Tensor:
         """Run the pass on a batch like the captured one."""
@@ -105,8 +105,8 @@ class _Graph:
         self._replay()
         for p, gradient in self.gradients:
             p.grad = gradient
-        for leave in self.left_again:
-            leave()
+        for restore in self.restore:
+            restore()
         return self.loss
 
 

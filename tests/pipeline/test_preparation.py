@@ -439,7 +439,13 @@ def test_compiling_that_is_asked_for_needs_no_gpu() -> None:
         ({"model": {"choice": "hard"}}, False),
         ({"train": {"entropy_floor": 1.0}}, False),
         ({"train": {"cells": 4}}, False),
+        ({"train": {"recompute": "block"}}, False),
+        ({"train": {"precision": "float16"}}, False),
+        ({"model": {"sigma_reparam": True}}, False),
+        ({"optim": {"optimiser": "trust"}}, False),
         ({"train": {"cuda_graph": False}}, False),
+        ({"train": {"cuda_graph": True, "batch": 4096}}, True),
+        ({"train": {"cuda_graph": True, "cells": 4}}, False),
     ],
 )
 def test_short_steps_on_a_gpu_are_graphs(given: dict[str, Any], captured: bool) -> None:

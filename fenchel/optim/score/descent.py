@@ -187,7 +187,7 @@ class ScoreDescent(Capturable):
         return gradient.lerp(torch.stack(momenta), mu)
 
     def replayed(self) -> Callable[[], None]:
-        """What gives the probes the samples of a captured pass again."""
+        """A function that restores the records of the probes after a replay."""
         parts = [probe.replayed() for own in self.pair_probes for probe in own.probes.values()]
 
         def leave() -> None:

@@ -122,7 +122,7 @@ class LayerReader:
         raise NotImplementedError
 
     def replayed(self) -> Callable[[], None]:
-        """What leaves the sample of a captured pass again, after a replay of its graph."""
+        """A function that restores the record of a captured pass after a replay of its graph."""
         raise NotImplementedError
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
@@ -234,7 +234,7 @@ class Probe(LayerReader):
         return LayerInput(self.view, crop_angles(angles, n, T), _pair_mask(mask, n, T))
 
     def replayed(self) -> Callable[[], None]:
-        """What sets the record of a captured pass, whose replays write where it wrote."""
+        """A function that restores the record of a captured pass; replays write where it wrote."""
         record, counted, copy = self.record, self.counted, self.copy
 
         def leave() -> None:
